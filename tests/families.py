@@ -338,6 +338,9 @@ def add_head(source: Path, seed: int = 1) -> Head:
     _unsettle(model)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.copy_(torch.randn_like(buffer) * 0.05)
     layer, joined, *norms = HEADS[kind]
     hidden = config.hidden_size
     own = [torch.randn(hidden, 2 * hidden) * 0.1, *(torch.randn(hidden) * 0.1 + 0.5 for _ in norms[:2])]

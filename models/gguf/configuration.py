@@ -14,7 +14,7 @@ from .header import shortest, unreadable
 from .metadata import Metadata
 from .parts import Gguf
 from .unrecorded import GRANITE_SHARED, UNRECORDED, fields_of
-from .usual_fields import Fields, attention, expert_width, latent, usual, without_experts
+from .usual_fields import Fields, attention, expert_width, guessing, latent, usual, without_experts
 from .values import values
 
 _SIGMOID = 2  # of expert_gating_func
@@ -148,7 +148,7 @@ def _deepseek2(data: Metadata) -> Fields:
         "routed_scaling_factor": data.real("expert_weights_scale", 1.0),
         "norm_topk_prob": data.flag("expert_weights_norm", default=False),
         "attention_bias": False,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": guessing(data),
     }
 
 
@@ -167,7 +167,7 @@ def _glm4(data: Metadata) -> Fields:
         "norm_topk_prob": data.flag("expert_weights_norm", default=True),
         "use_qk_norm": data.has("blk.*.attn_q_norm.weight"),
         "attention_bias": data.has("blk.*.attn_q.bias"),
-        "num_nextn_predict_layers": data.whole("nextn_predict_layers", 0),
+        "num_nextn_predict_layers": guessing(data),
     }
 
 
@@ -259,6 +259,7 @@ def _recurrent(data: Metadata, model_type: str) -> Fields:
         "shared_expert_intermediate_size": data.tensor("blk.*.ffn_gate_shexp.weight").shape[0],
         "norm_topk_prob": True,  # as llama.cpp computes them
         "attention_bias": data.has("blk.*.attn_q.bias"),
+        **({"mtp_num_hidden_layers": count} if (count := guessing(data)) else {}),
     }
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..errors import PackError
 from ..families import Family
 from ..families.derived import Derived
 from ..families.storage import Apart, Interleaved, Mxfp4, Stacked, Storage
+from ..modules import library_model
 from . import mxfp4, recurrent
 from .header import GgufTensor
 from .made import (
@@ -51,6 +55,10 @@ _DIRECT = (  # endings of published names -> of GGUF's, in the same layer
     (".router.scale", "ffn_gate_inp.scale"),
     (".linear_attn.A_log", "ssm_a"),
     (".self_attn.g_proj.weight", "attn_gate.weight"),
+    (".eh_proj.weight", "nextn.eh_proj.weight"),
+    (".enorm.weight", "nextn.enorm.weight"),
+    (".hnorm.weight", "nextn.hnorm.weight"),
+    (".shared_head.norm.weight", "nextn.shared_head_norm.weight"),
 )
 _LIKE = {"laguna": "exaone-moe", "mellum": "qwen3moe"}  # architectures that the library's map lacks
 _ALSO = (("token_embd_norm.", "output_norm."), ("ssm_ba.", "ssm_beta_alpha."))  # of other versions of the converter
@@ -88,6 +96,7 @@ class Naming:
             if ".experts." not in module and (one := self._dense(published, tuple(tensor.shape))) is not None:
                 found[published] = one
         found |= dict(self._by_module(model) if isinstance(self.family, Derived) else self._experts())
+        found |= dict(self._of_head())
         last = self.config.num_hidden_layers
         further = {name for name in self.gguf.tensors if (found_in := layer_of(name)) is not None and found_in >= last}
         unused = {name for name in self.gguf.tensors if name.startswith(_UNUSED) or name.endswith(_UNUSED_ENDS)}
@@ -99,6 +108,36 @@ class Naming:
     def _guesses(self) -> bool:
         """Whether layers behind the last guess further tokens."""
         return bool(self.gguf.number("nextn_predict_layers"))
+
+    def _of_head(self) -> Iterator[tuple[str, Made]]:
+        """Of the first layer behind the last, which guesses a further token. What of it has an unexpected form is left
+        out, which packing reports.
+        """
+        head, last = self.family.head, int(self.config.num_hidden_layers)
+        if head is None or not head.count(self.config):
+            return
+        begin, hidden = f"model.layers.{last}.", int(self.config.hidden_size)
+        parts: dict[str, tuple[str, tuple[int, ...]]] = {  # published names -> names as of other layers, and shapes
+            head.joined: (f"{begin}eh_proj.weight", (hidden, 2 * hidden)),
+            head.embedding_norm: (f"{begin}enorm.weight", (hidden,)),
+            head.hidden_norm: (f"{begin}hnorm.weight", (hidden,)),
+            head.norm: (f"{begin}shared_head.norm.weight", (hidden,)),
+        }
+        try:
+            modules = library_model.empty(head.config(self.config), torch.float32).state_dict(keep_vars=True)
+        except PackError:
+            return
+        for module, tensor in modules.items():
+            if module.startswith("model.layers.0.") and ".experts." not in module:
+                name = self._published(module.replace("model.layers.0.", begin, 1))
+                parts[head.layer + name.removeprefix(begin)] = name, tuple(tensor.shape)
+        for published, (name, shape) in parts.items():
+            with suppress(ValueError):
+                if (one := self._dense(name, shape)) is not None:
+                    yield published.format(layer=last), one
+        if head.stored:
+            with suppress(ValueError):
+                yield from [*self._in_layer(last, head.stored[0])]
 
     def _published(self, module: str) -> str:
         """The name in checkpoints of a tensor of transformers' module."""
@@ -156,7 +195,8 @@ class Naming:
     @cached_property
     def _map(self) -> dict[str, str]:
         architecture = self.gguf.architecture
-        return _library_map(_LIKE.get(architecture, architecture), int(self.config.num_hidden_layers))
+        layers = int(self.config.num_hidden_layers) + 1  # with one that guesses
+        return _library_map(_LIKE.get(architecture, architecture), layers)
 
     def _undo(self, published: str, shape: tuple[int, ...]) -> UndoOne:
         """What the converter did to one tensor by itself, undone."""
@@ -212,19 +252,23 @@ class Naming:
         return {tensor.kind for tensor in weights if is_expert(tensor.name)}
 
     def _experts(self) -> Iterator[tuple[str, Made]]:
-        storage, count = self.storage, self.family.experts(self.config)
         for layer in self.family.expert_layers(self.config):
-            if isinstance(storage, Apart):
-                for expert in range(count):
-                    names = storage.names(layer, expert)
-                    for name, part in zip(names, ("gate", "up", "down"), strict=True):
-                        if (one := self._apart(layer, expert, part)) is not None:
-                            yield name, one
-            else:
-                names = storage.names(layer, 0)
-                for name, part in zip(names, self._together(layer, count, storage), strict=True):
-                    if part is not None:
-                        yield name, part
+            yield from self._in_layer(layer, self.storage)
+
+    def _in_layer(self, layer: int, storage: Storage) -> Iterator[tuple[str, Made]]:
+        """A layer's experts, by the names that `storage` has for them."""
+        count = self.family.experts(self.config)
+        if isinstance(storage, Apart):
+            for expert in range(count):
+                names = storage.names(layer, expert)
+                for name, part in zip(names, ("gate", "up", "down"), strict=True):
+                    if (one := self._apart(layer, expert, part)) is not None:
+                        yield name, one
+        else:
+            names = storage.names(layer, 0)
+            for name, part in zip(names, self._together(layer, count, storage), strict=True):
+                if part is not None:
+                    yield name, part
 
     def _by_module(self, model: Any) -> Iterator[tuple[str, Made]]:
         """All experts of each layer, as transformers' module of them holds them."""

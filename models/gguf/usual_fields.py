@@ -49,6 +49,12 @@ def _layers(data: Metadata) -> int:
     return count
 
 
+def guessing(data: Metadata) -> int:
+    """How many layers behind the last guess further tokens, if the file holds them."""
+    there = data.has(f"blk.{_layers(data)}.nextn.eh_proj.weight")
+    return data.whole("nextn_predict_layers", 0) if there else 0
+
+
 def attention(data: Metadata) -> Fields:
     """Of grouped queries."""
     heads, key = data.wholes("attention.head_count", _layers(data))[0], "attention.head_count_kv"

@@ -16,6 +16,7 @@ from ...kernels.layouts import VectorLayout
 from ..checkpoint import DTYPES, Checkpoint
 from ..errors import CheckpointError, PackError
 from ..families.storage import Storage
+from ..gguf.shelf import GgufShelf
 from ..modules import library_model
 from ..pack import quantized_linears
 from ..pack.draft_head import EMBEDDING_NORM, EXPERTS, HIDDEN_NORM, JOINED, LAYER, NORM, experts_plan
@@ -36,8 +37,13 @@ def has_head(source: Checkpoint) -> bool:
 
 
 def draft_part(source: Checkpoint, manifest: Manifest, said: Callable[[str], None]) -> DraftPart | None:
-    """The drafting head of a checkpoint; None where it has none, or where `said` was given why it is left out."""
+    """The drafting head of a checkpoint; None where it has none, or where `said` was given why it is left out: a
+    checkpoint that states a head lacks it, or a GGUF file of a family that is published with one.
+    """
     if not has_head(source):
+        head = source.family.head
+        if head is not None and (head.count(source.config) or isinstance(source.shelf, GgufShelf)):
+            said(f"{WITHOUT}: {source.shelf.name} does not hold it.")
         return None
     try:
         return DraftPart(source, manifest)

@@ -6,11 +6,14 @@ import hashlib
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from floe_chat.app.setup.adding import lacks_head, source_of
+from floe_chat.models.checking.repair import add_draft
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.errors import CheckpointError, FloeError, HubError, TryAgainError, UsageError
 from floe_chat.models.gguf.shelf import GgufShelf
@@ -19,13 +22,16 @@ from floe_chat.models.hub.fetch_loop import Patience
 from floe_chat.models.hub.places import look_up
 from floe_chat.models.hub.remote_gguf import HubGgufShelf, described, remote
 from floe_chat.models.hub.repository_files import RepoFile, is_wanted
+from floe_chat.models.pack.manifest import DRAFT
+from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.pack import PackSpec, pack
 
-from ..families import one_shard
+from ..families import add_head, make, one_shard
 from ..helpers import calibration_tokens, make_checkpoint
 from .fakehub import ALWAYS, FakeHub, Fault
 from .gguf.converting import convert
 from .gguf.crafted import TEXT, Crafted, key, listed, number, tensor, text, word
+from .gguf.vocabulary import byte_level
 
 REPO = "floe/Tiny-GGUF"
 FAST = Patience(piece=20_000, first_wait=0.01, longest_wait=0.05, sync=0.02, give_up=0.5)
@@ -254,3 +260,30 @@ def test_one_that_is_not_there_is_refused_in_a_sentence(hub: FakeHub) -> None:
     assert "F16 (" in caught.value.cause and "Q8_0 (" in caught.value.cause and "mmproj" not in caught.value.cause
     with pytest.raises(UsageError, match="no GGUF file of a model"):
         gguf_files.chosen(REPO, listed_files(["mmproj-F16.gguf"]))
+
+
+def test_a_head_is_fetched_alone_and_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a pack of the hub's file that was made without it."""
+    published, folder = tmp_path / "published", tmp_path / "tiny"
+    published.mkdir()
+    add_head(made := make("glm4_moe_lite", tmp_path / "source"))
+    file = convert(one_shard(made), published / "Tiny-BF16.gguf", "BF16", tokenizer=partial(byte_level, pre="glm4"))
+    monkeypatch.setattr(remote_gguf, "STRETCH", 1)
+    monkeypatch.setattr(remote_gguf, "_FIRST", 1000)
+    with FakeHub({REPO: published}) as hub:
+        hub.used_by(monkeypatch, tmp_path / "home")
+        with shelf_of("BF16", tmp_path / "here") as shelf:
+            spec = PackSpec(draft=False)
+            manifest = pack(Checkpoint(shelf), folder, spec, calibration_tokens(2), "tiny")
+            head = [tensor for name, tensor in shelf.gguf.tensors.items() if name.startswith("blk.3.")]
+        begins = min(tensor.start for tensor in shelf.gguf.tensors.values())
+        assert DRAFT not in manifest.beside and lacks_head(folder)
+        sent = hub.sent("/storage/")
+        with source_of(folder, manifest, None, head=True) as checkpoint:
+            add_draft(checkpoint, folder, lambda _step, _share, _left: None)
+        sent = hub.sent("/storage/") - sent
+    assert sum(tensor.nbytes for tensor in head) <= sent <= sum(tensor.nbytes for tensor in head) + 2 * begins
+    assert not lacks_head(folder) and PackedModel.open(folder).head() is not None
+    fetched = (folder / DRAFT).read_bytes()
+    add_draft(Checkpoint(GgufShelf(file, tmp_path / "made")), folder, lambda _step, _share, _left: None)
+    assert (folder / DRAFT).read_bytes() == fetched, "as of the file itself"

@@ -23,6 +23,7 @@ Fields = dict[str, Any]
 Named = tuple[str, Tensor]
 _ALWAYS_WIDE = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "shortconv.conv")
 _FILE_TYPES = {"F32": "ALL_F32"}
+_OF_HEAD = ("eh_proj.", "enorm.", "hnorm.", "shared_head.", "embed_tokens.")  # of a layer that guesses further tokens
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ def convert(
 
 def _usual_parameters(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_block_count(_blocks(config))
+    if count := _guessing(config):
+        writer.add_nextn_predict_layers(count)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -107,8 +110,31 @@ def _usual_parameters(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def _blocks(config: Any) -> int:
-    """Layers in the file: those of GLM-4.5 that guess further tokens among them."""
-    return config.num_hidden_layers + (config.num_nextn_predict_layers if config.model_type == "glm4_moe" else 0)
+    """Layers in the file: those that guess further tokens among them."""
+    return config.num_hidden_layers + _guessing(config)
+
+
+def _guessing(config: Any) -> int:
+    """How many layers guess further tokens; of DeepSeek-V3 and ERNIE 4.5 they are left out."""
+    if config.model_type in ("deepseek_v3", "ernie4_5_moe"):
+        return 0
+    stated = (getattr(config, name, None) for name in ("mtp_num_hidden_layers", "num_nextn_predict_layers"))
+    return next((count for count in stated if count), 0)
+
+
+_NEXT = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
+
+
+def _behind(name: str, config: Any) -> str | None:
+    """A published tensor's name, with those of layers that guess as layers behind the last; None: it is left out."""
+    last = config.num_hidden_layers
+    if name.startswith("mtp."):
+        part = name.removeprefix("mtp.").removeprefix("layers.0.")
+        name = f"model.layers.{last}.{part}"
+        base, _, suffix = part.rpartition(".")
+        name = f"model.layers.{last}.{_NEXT[base]}.{suffix}" if base in _NEXT else name
+    behind = name.startswith((f"model.layers.{last}.", "model.mtp_"))
+    return None if behind and not _guessing(config) else name
 
 
 def _tensors(source: Path, converter: Converter, config: Any, how: str) -> Iterator[Named]:
@@ -123,8 +149,10 @@ def _tensors(source: Path, converter: Converter, config: Any, how: str) -> Itera
     yield from blocks_of(published)
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in published.items():
+        if (called := _behind(name, config)) is None:
+            continue
         wide = tensor if tensor.dtype in (torch.float16, torch.float32, torch.uint8) else tensor.float()
-        for changed, value in converter.change(name, wide, config):
+        for changed, value in converter.change(called, wide, config):
             if ".experts." in changed and (parts := changed.split("."))[5].isdecimal():
                 merged = ".".join([*parts[:5], *parts[6:]])
                 experts.setdefault(merged, {})[int(parts[5])] = value
@@ -151,6 +179,8 @@ def _stored(name: str, tensor: Tensor, stacked: dict[str, Tensor], how: str) -> 
 def _named(known: gguf.TensorNameMap, name: str) -> str:
     if name.startswith(("blk.", "rope_")):
         return name
+    if (part := name.split(".", 3)[-1]).startswith(_OF_HEAD):
+        return f"blk.{name.split('.')[2]}.nextn.{part.replace('shared_head.', 'shared_head_')}"
     for spelled, other in (
         ("block_sparse_moe.experts.", "feed_forward.experts."),
         ("e_score_correction_bias", "e_score_correction.bias"),
@@ -300,8 +330,6 @@ def _glm4(writer: GGUFWriter, config: Any) -> None:
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     writer.add_expert_weights_norm(config.norm_topk_prob)
-    if getattr(config, "num_nextn_predict_layers", None) is not None:
-        writer.add_nextn_predict_layers(config.num_nextn_predict_layers)
 
 
 def _granite(writer: GGUFWriter, config: Any) -> None:
@@ -376,8 +404,12 @@ def _recurrent_tensors(name: str, tensor: Tensor, config: Any) -> Iterator[Named
         tensor = tensor.squeeze()
     elif name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         tensor = tensor + 1
+    if name.endswith("experts.gate_up_proj"):
+        for part, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
+            yield f"{block}.ffn_{part}_exps.weight", half
+        return
     if "in_proj_qkvz" not in name:
-        yield name, tensor
+        yield f"{name}.weight" if name.endswith("experts.down_proj") else name, tensor
         return
     keys, per_key = config.linear_num_key_heads, config.linear_num_value_heads // config.linear_num_key_heads
     sizes = [config.linear_key_head_dim] * 2 + [per_key * config.linear_value_head_dim] * 2

@@ -6,6 +6,7 @@ import math
 import struct
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -21,7 +22,8 @@ from floe_chat.models.gguf.parts import Gguf, open_gguf
 from floe_chat.models.gguf.shelf import GgufShelf
 from floe_chat.models.pack.manifest import Manifest
 from floe_chat.models.packing.dense_part import DensePart
-from floe_chat.models.packing.pack import EXACT, pack
+from floe_chat.models.packing.draft_part import WITHOUT, draft_part
+from floe_chat.models.packing.pack import EXACT, PackSpec, make_manifest, pack
 from gguf import GGMLQuantizationType as Kind
 from gguf import LlamaFileType
 from safetensors.torch import load_file, save_file
@@ -133,6 +135,29 @@ def test_a_layer_that_guesses_tokens_is_left_alone(tmp_path: Path) -> None:
     assert any(name.startswith("blk.3.") for name in shelf.gguf.tensors)
     ours, theirs = Checkpoint(shelf), Checkpoint(source)
     assert ours.config.num_hidden_layers == 3 and ours.places.keys() == theirs.places.keys() == weights.keys()
+
+
+def test_a_head_of_an_unexpected_form_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    source = families.make("glm4_moe", tmp_path / "source")
+    families.add_head(source)
+    whole = open_gguf(convert(families.one_shard(source), tmp_path / "tiny.gguf", "BF16"))
+    experts = whole.tensors["blk.3.ffn_up_exps.weight"]
+    one_less = replace(experts, shape=(experts.shape[0] - 1, *experts.shape[1:]))
+    narrow = replace(whole.tensors["blk.3.attn_q.weight"], shape=(20, 40))
+    cases: dict[str, tuple[GgufTensor | None, str]] = {
+        "blk.3.nextn.eh_proj.weight": (None, "tiny.gguf does not hold it."),
+        "blk.3.nextn.hnorm.weight": (None, "It lacks model.layers.3.hnorm.weight."),
+        "blk.3.ffn_up_exps.weight": (one_less, "It lacks model.layers.3.mlp.experts.5.up_proj.weight."),
+        "blk.3.attn_q.weight": (narrow, "model.layers.3.self_attn.q_proj.weight is BF16 of (20, 40)"),
+    }
+    for name, (instead, why) in cases.items():
+        tensors = {key: instead if key == name else tensor for key, tensor in whole.tensors.items()}
+        kept = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+        checkpoint = Checkpoint(GgufShelf(replace(whole, tensors=kept), tmp_path / "made"))
+        manifest = make_manifest(checkpoint, PackSpec(), torch.empty(0, dtype=torch.long), "tiny")
+        said = list[str]()
+        assert draft_part(checkpoint, manifest, said.append) is None
+        assert said[0].startswith(f"{WITHOUT}: {why}")
 
 
 def test_a_tensor_that_nobody_knows_is_no_small_matter(tmp_path: Path) -> None:

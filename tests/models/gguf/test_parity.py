@@ -12,6 +12,8 @@ import torch
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.models.checkpoint import Checkpoint
 from floe_chat.models.gguf.shelf import GgufShelf
+from floe_chat.models.pack.manifest import DRAFT
+from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.pack import EXACT, pack
 
 from ... import families
@@ -39,18 +41,21 @@ def packed(source: Path | GgufShelf, folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
 
 
-def made(name: str, folder: Path, dtype: torch.dtype) -> Path:
-    source = families.one_shard(families.make(name, folder, dtype))
+def made(name: str, folder: Path, dtype: torch.dtype, *, head: bool = False) -> Path:
+    source = families.make(name, folder, dtype)
+    if head:
+        families.add_head(source)
+    families.one_shard(source)
     edit_json(source / "config.json", lambda fields: fields.update(STATED.get(name, {})))
     if name == "phimoe":
         edit_json(source / "config.json", lambda fields: fields["rope_parameters"].update(SCALES))
     return source
 
 
-def converted(name: str, folder: Path) -> tuple[Path, GgufShelf]:
-    """The checkpoint, and a file of its weights bit for bit."""
-    dtype, kind = (torch.bfloat16, "BF16") if name in WITH_ONE else (torch.float16, "F16")
-    source = made(name, folder / "source", dtype)
+def converted(name: str, folder: Path, *, head: bool = False) -> tuple[Path, GgufShelf]:
+    """The checkpoint, perhaps with a drafting head, and a file of its weights bit for bit."""
+    dtype, kind = (torch.bfloat16, "BF16") if head or name in WITH_ONE else (torch.float16, "F16")
+    source = made(name, folder / "source", dtype, head=head)
     way = "glm4" if name == "glm4_moe_lite" else "gpt-2"
     file = convert(source, folder / "tiny.gguf", kind, tokenizer=partial(vocabulary.byte_level, pre=way))
     return source, GgufShelf(file, folder / "made")
@@ -103,6 +108,17 @@ def test_its_pack_is_its_checkpoints(name: str, tmp_path: Path) -> None:
     assert not [file for file in ours if ours[file] != theirs[file]]
     logits = [open_model(tmp_path / pack).decoder.forward([5, 100, 7, 42, 9], KVCache()) for pack in ("ours", "theirs")]
     assert torch.equal(*logits)
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe_text"])
+def test_its_head_is_its_checkpoints(name: str, tmp_path: Path) -> None:
+    source, shelf = converted(name, tmp_path, head=True)
+    ours, theirs = packed(shelf, tmp_path / "ours"), packed(source, tmp_path / "theirs")
+    assert ours.keys() == theirs.keys() and DRAFT in ours
+    assert not [file for file in ours if ours[file] != theirs[file]]
+    model = PackedModel.open(tmp_path / "ours")
+    assert model.head() is not None and not model.headless
 
 
 @pytest.mark.some(1)
