@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 import torch
@@ -18,7 +20,7 @@ from .. import private_file
 from ..errors import FloeError, PackError, UsageError, damaged
 from . import draft_head, learned_predictor, tensor_file
 from .draft_head import PackedHead
-from .manifest import AHEAD, DOWN_BIAS, DRAFT, FILE_NAME, Manifest, file_entry, layer_file, signal_names
+from .manifest import AHEAD, DOWN_BIAS, DRAFT, FileEntry, Manifest, file_entry, layer_file, signal_names
 from .packed_layer import PackedLayer as PackedLayer
 
 
@@ -35,8 +37,8 @@ class PackedModel:
     def open(cls, folder: Path, *, recheck: bool = False) -> PackedModel:
         """Open a packed folder after checking it against its manifest.
 
-        Every file's size is compared each time. Every file's sha256 is compared the first time, and again whenever
-        a file's size or modification time changed since it last passed, or if `recheck` is set.
+        Every file's size is compared each time. Every file's sha256 is compared the first time, and again if its size,
+        its times or its hash in the manifest changed since it last passed, or if `recheck` is set.
 
         Raises:
             PackError: the folder is incomplete, of another version, or damaged.
@@ -56,16 +58,15 @@ class PackedModel:
                 raise damaged(folder, f"{name} is missing.")
             if (size := path.stat().st_size) != entry.size:
                 raise damaged(folder, f"{name} has {size:,} bytes instead of {entry.size:,}.")
-        stamp = _Stamp(folder, [*manifest.files])
-        if recheck or not stamp.valid():
-            for name, entry in manifest.files.items():
-                try:
-                    found = file_entry(folder / name)
-                except OSError as error:
-                    raise damaged(folder, f"{name} cannot be read: {error.strerror or error}.") from error
-                if found.sha256 != entry.sha256:
-                    raise damaged(folder, f"The content of {name} changed: its sha256 differs from the manifest's.")
-            stamp.write()
+        stamp = _Stamp(folder, manifest.files)
+        for name in manifest.files if recheck else stamp.unproven:
+            try:
+                found = file_entry(folder / name)
+            except OSError as error:
+                raise damaged(folder, f"{name} cannot be read: {error.strerror or error}.") from error
+            if found.sha256 != manifest.files[name].sha256:
+                raise damaged(folder, f"The content of {name} changed: its sha256 differs from the manifest's.")
+        stamp.write()
 
     def layer(self, layer: int) -> PackedLayer:
         """The experts of one layer, as views of the mapped file."""
@@ -99,12 +100,12 @@ class PackedModel:
         return "" if self.head() is not None or not isinstance(self._draft, str) else self._draft
 
     def _opened_head(self) -> PackedHead | str:
-        path, stamp = self.folder / DRAFT, _Stamp(self.folder, [DRAFT], DRAFT)
+        path, entry = self.folder / DRAFT, self.manifest.beside[DRAFT]
         try:
-            if not stamp.valid():
-                if file_entry(path) != self.manifest.beside[DRAFT]:
-                    return f"{DRAFT} is damaged: its size or sha256 differs from the manifest's."
-                stamp.write()
+            stamp = _Stamp(self.folder, {DRAFT: entry}, DRAFT)
+            if stamp.unproven and file_entry(path) != entry:
+                return f"{DRAFT} is damaged: its size or sha256 differs from the manifest's."
+            stamp.write()
             return draft_head.load(self.folder, self.manifest)
         except FloeError as error:
             return error.cause or f"{error.title}."
@@ -206,26 +207,35 @@ def rising(table: Tensor) -> bool:
 
 
 class _Stamp:
-    """A note in the user's cache that these exact files passed their sha256, so that 30 GB are not read at
-    each start.
+    """A note in the user's cache of which files passed their sha256, so that 30 GB are not read at each start.
+
+    A file is believed as long as its size, times and place on the disk, and its hash in the manifest, are those noted.
+    What else comes into the manifest, such as a drafting head or presets, makes no other file unproven.
+
+    Attributes:
+        unproven: names of the files that have to be compared with their hashes.
+
+    Raises:
+        OSError: a file is not there.
     """
 
-    def __init__(self, folder: Path, names: list[str], called: str = "") -> None:
-        self._files = [folder / FILE_NAME, *(folder / name for name in names)]
+    def __init__(self, folder: Path, entries: Mapping[str, FileEntry], called: str = "") -> None:
         key = hashlib.sha256(f"{folder.resolve()}{called}".encode()).hexdigest()[:32]
         self._path = Path(platformdirs.user_cache_dir("floe-chat", appauthor=False)) / "verified" / f"{key}.json"
-
-    def _seen(self) -> list[list[object]]:
-        stats = [(path.name, path.stat()) for path in self._files]
-        return [[name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino] for name, stat in stats]
-
-    def valid(self) -> bool:
-        try:
-            return private_file.is_ours(self._path) and private_file.read_json(self._path) == self._seen()
-        except (OSError, ValueError):
-            return False
+        # Seen before files are read, so that a change meanwhile makes them unproven.
+        self._now: dict[str, list[object]] = {}
+        for name, entry in entries.items():
+            stat = (folder / name).stat()
+            self._now[name] = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, entry.sha256]
+        self._noted: Any = None
+        with suppress(OSError, ValueError):
+            self._noted = private_file.read_json(self._path) if private_file.is_ours(self._path) else None
+        noted: dict[str, Any] = self._noted if isinstance(self._noted, dict) else {}
+        self.unproven = [name for name, seen in self._now.items() if noted.get(name) != seen]
 
     def write(self) -> None:
-        with suppress(OSError):  # in a read-only or full cache: the next start checks again
-            private_file.own_folder(self._path.parent)
-            private_file.replace(self._path, json.dumps(self._seen()))
+        """Note that all have passed."""
+        if self._noted != self._now:
+            with suppress(OSError):  # in a read-only or full cache: the next start checks again
+                private_file.own_folder(self._path.parent)
+                private_file.replace(self._path, json.dumps(self._now))

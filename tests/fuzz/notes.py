@@ -22,7 +22,7 @@ from floe_chat.models.errors import FloeError
 from floe_chat.models.hub.fetch_part import PartFile, bytes_here, is_intact
 from floe_chat.models.hub.repository_files import RepoFile
 from floe_chat.models.pack import usage_file
-from floe_chat.models.pack.manifest import FileEntry
+from floe_chat.models.pack.manifest import FileEntry, file_entry
 from floe_chat.models.pack.packed_model import _Stamp  # pyright: ignore[reportPrivateUsage]
 from floe_chat.models.packing import journal, logits_cache, workplace
 
@@ -164,14 +164,14 @@ def marker(rng: Random, folder: Path) -> str:
 
 def stamp(rng: Random, folder: Path) -> str:
     """The note that a pack's files passed their hashes."""
-    (folder / "manifest.json").write_text("{}")
     (folder / "a.safetensors").write_text("abc")
-    noted = _Stamp(folder, ["a.safetensors"])
+    files = {"a.safetensors": file_entry(folder / "a.safetensors")}
+    noted = _Stamp(folder, files)
     noted.write()
-    assert noted.valid()
+    assert not _Stamp(folder, files).unproven
     path = noted._path  # pyright: ignore[reportPrivateUsage]
     _put(rng, path, _hostile.text(rng, json.loads(path.read_text())))
-    valid = noted.valid()
+    valid = not _Stamp(folder, files).unproven
     path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
     return "valid" if valid else "void"
 

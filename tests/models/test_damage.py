@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,44 @@ def test_a_second_opening_does_not_read_the_weights_again(copy: Path, monkeypatc
     assert PackedModel.open(copy)
     with pytest.raises(AssertionError, match="again"):
         PackedModel.open(copy, recheck=True)
+
+
+def test_what_else_comes_into_a_manifest_makes_no_other_file_unproven(
+    copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    PackedModel.open(copy)
+    read: list[str] = []
+
+    def look(path: Path) -> FileEntry:
+        read.append(path.name)
+        return file_entry(path)
+
+    monkeypatch.setattr(packed_model, "file_entry", look)
+    manifest = Manifest.read(copy)
+    (copy / "more").write_text("x")
+    replace(manifest, name="Renamed", beside={"more": file_entry(copy / "more")}).write(copy)
+    PackedModel.open(copy)
+    assert read == []
+    os.utime(copy / LAYER, ns=(1, 1))
+    PackedModel.open(copy)
+    assert read == [LAYER]
+    files = {**manifest.files, LAYER: replace(manifest.files[LAYER], sha256="0" * 64)}
+    replace(manifest, files=files).write(copy)
+    assert LAYER in refused(copy).cause and read == [LAYER, LAYER]
+
+
+def test_a_file_that_changes_while_it_is_read_is_read_again(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def look(path: Path) -> FileEntry:
+        found = file_entry(path)
+        if path.name == LAYER:
+            flip(path, 20_000)
+            os.utime(path, ns=(1, 1))
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(packed_model, "file_entry", look)
+        PackedModel.open(copy)
+    assert LAYER in refused(copy).cause
 
 
 def test_a_stamp_that_finds_no_room_leaves_nothing(
