@@ -220,6 +220,8 @@ GLM4_MOE_LITE = Family(
             gated=False,
             chat="<|user|> and <|assistant|> turns, from its own chat template; it thinks first",
             released="2026-01",
+            # The drafting head, with an embedding and a head of its own.
+            unused=643_706_240 + 2 * 317_194_240,
             thinks=True,
         ),
     ),

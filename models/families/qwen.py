@@ -138,9 +138,10 @@ _RECURRENT_FIELDS = {
 }
 
 
-def _one(_config: Any) -> int:
-    """No field of Qwen3-Next's says it."""
-    return 1
+def _one(config: Any) -> int:
+    """No field of published Qwen3-Next models says it; what we make of a GGUF file does."""
+    stated = getattr(config, "mtp_num_hidden_layers", None)
+    return 1 if stated is None else stated
 
 
 _HEAD_EXPERTS = "mtp.layers.0.mlp.experts."

@@ -259,7 +259,7 @@ def _recurrent(data: Metadata, model_type: str) -> Fields:
         "shared_expert_intermediate_size": data.tensor("blk.*.ffn_gate_shexp.weight").shape[0],
         "norm_topk_prob": True,  # as llama.cpp computes them
         "attention_bias": data.has("blk.*.attn_q.bias"),
-        **({"mtp_num_hidden_layers": count} if (count := guessing(data)) else {}),
+        "mtp_num_hidden_layers": guessing(data),
     }
 
 

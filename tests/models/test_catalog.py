@@ -146,6 +146,12 @@ class TestDescribed:
         assert sizes["qwen1.5-moe-a2.7b-chat"] == 28_631_568_384
         assert sizes["deepseek-v2-lite-chat"] == 31_412_968_448
         assert sizes["phi-3.5-moe-instruct"] == 83_746_306_688
+        # Its index states 31,221,488,576 weights, of which 64 of each layer that has experts take 32 bits.
+        assert sizes["glm-4.7-flash"] == 2 * (31_221_488_576 + 64 * 47)
+        more = described(CONFIGS["qwen3-next-80b-a3b"]).sizes  # no field of which states the head that its files hold
+        head = sum(rows * columns for rows, columns in more.in_draft()) + more.small_of_draft
+        head += 3 * more.experts * more.hidden * more.intermediate
+        assert more.draft == "experts" and more.parameters + head == 81_324_862_720
         assert round(sizes["lfm2-8b-a1b"] / 1e8) == 167
 
     @pytest.mark.thorough

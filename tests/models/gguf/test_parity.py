@@ -64,7 +64,8 @@ def converted(name: str, folder: Path, *, head: bool = False) -> tuple[Path, Ggu
 CONVERTED = [name for name in families.MODELS if name not in NOT_CONVERTED]
 NOT_COMPUTED = {
     *("_name_or_path", "architectures", "dtype", "initializer_range", "pad_token_id", "eos_token_id"),
-    *("moe_intermediate_size", "num_nextn_predict_layers"),  # of experts of another name, and of layers left out
+    # Of experts of another name, and of layers left out.
+    *("moe_intermediate_size", "num_nextn_predict_layers", "mtp_num_hidden_layers"),
 }
 DEFAULTS = {"head_dim": 10, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "rms_norm_eps": 1e-5}
 """What the file states where the checkpoint leaves it out."""
