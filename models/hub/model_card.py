@@ -7,13 +7,15 @@ import re
 from importlib.metadata import version
 
 from ..catalog import published
-from ..pack.manifest import SOURCE, Manifest, TunedPreset
+from ..pack.manifest import DRAFT, SOURCE, Manifest, TunedPreset
 from ..quantities import size, trimmed
 from ..visible import as_name
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _LICENCES = {"Apache-2.0": "apache-2.0", "MIT": "mit"}  # by the hub's own names
 _HUB = "https://huggingface.co"
+# Setup of earlier versions refuses a file that it does not know.
+_DRAFT = f"guesses further tokens; update floe-chat if it says that `{DRAFT}` is not a file of a pack"
 
 
 def card(manifest: Manifest, name: str) -> str:
@@ -58,6 +60,7 @@ def _about(manifest: Manifest) -> list[str]:
         f"| bits per weight | {manifest.describe()} |",
         f"| model | {manifest.family.called}: {a.layers} layers with {a.experts} experts, {a.top_k} for each token |",
         f"| calibration | {text} |",
+        *([f"| drafting head | {_DRAFT} |"] if DRAFT in manifest.beside else []),
         f"| format | version {manifest.version}; this card by floe-chat {version('floe-chat')} |",
         "",
         "`manifest.json` has the size and sha256 of every file; floe-chat compares them all.",

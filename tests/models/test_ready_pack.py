@@ -20,7 +20,7 @@ from floe_chat.models.errors import FloeError, HubError, PackError, UsageError
 from floe_chat.models.hub.model_card import card
 from floe_chat.models.hub.places import PackServer, look_up
 from floe_chat.models.hub.ready_pack import Offer, check_config, in_folder
-from floe_chat.models.pack.manifest import FILE_NAME, FileEntry, Manifest, PackSource, TunedPreset
+from floe_chat.models.pack.manifest import DRAFT, FILE_NAME, FileEntry, Manifest, PackSource, TunedPreset
 from floe_chat.models.typed_names import other_address
 
 from ..helpers import edit_json, explained, run_cli
@@ -335,7 +335,9 @@ def test_figures_are_those_of_the_pack(tiny_pack: Path) -> None:
     text = card(manifest, "tiny")
     assert "up 3, gate and down 4, attention 4 bits" in text and "2 layers with 4 experts, 2 for each token" in text
     assert f"{manifest.calibration.tokens:,} tokens" in text and "version 7" in text
-    assert "were not measured on this model" in text
+    assert "were not measured on this model" in text and "drafting head" not in text
+    beside = {DRAFT: FileEntry(1, "0" * 64)}
+    assert f"update floe-chat if it says that `{DRAFT}`" in card(dataclasses.replace(manifest, beside=beside), "tiny")
     rule = TunedPreset("Balanced", Rule(0.4), 0.0123, 250_000, "a text", 4096, "pack")
     tuned = card(dataclasses.replace(manifest, tuned=(rule,)), "tiny")
     assert "| Balanced | 0.012 | the pack with nothing left out | 250 kB | a text, 4,096 tokens |" in tuned

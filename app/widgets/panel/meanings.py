@@ -13,7 +13,7 @@ MEANINGS = {
     "last minute, second by second. Prefill: tokens of the prompt read per second. First token: the time from Enter to "
     "the first piece of the answer. Prompt reused: the part whose keys and values were kept. Drafts: tokens guessed, "
     "and computed together; those accepted are what the model writes anyway. 1.4x: how many times as fast that was as "
-    "one after the other.",
+    "one after the other. Nothing is guessed while several answers are computed at once.",
     "origins": "Split: layers are whole on the GPU, or computed by the CPU. Rows are the weights of neurons. "
     "A part of them is in GPU memory, the rest in RAM. Ready: in GPU memory when needed, also if "
     "prefetched. Coming: prefetched, and still on the way. Copied: fetched when needed. On CPU: computed by the CPU "
