@@ -104,6 +104,9 @@ def wish(
     Raises:
         UsageError: it is not a model, or the name is taken or invalid as a folder name.
     """
+    plain = name is None and _is_name(model) and catalog.published(model) is None
+    if plain and ((folder := catalog.models_folder() / model) / "manifest.json").exists():
+        raise _there(model, model, folder)
     source = catalog.source(model)
     called = name or source.name
     if called == catalog.DEMO:
@@ -120,14 +123,17 @@ def wish(
     wanted = Wish(source.place, called, commit=source.commit, to=away, **(bits or {}))  # pyright: ignore[reportArgumentType]
     for folder in (wanted.folder, wanted.place):
         if (folder / "manifest.json").exists() and not wanted.note.exists():
-            known = called if folder == wanted.folder else folder
-            raise UsageError(
-                f"There is already a model called {called}",
-                f"Folder: {folder}.",
-                f"Chat with it (floe-chat --model {known}), or choose another name with --name.",
-            )
+            raise _there(called, called if folder == wanted.folder else folder, folder)
     check_folders(wanted)
     return wanted
+
+
+def _there(called: str, known: str | Path, folder: Path) -> UsageError:
+    return UsageError(
+        f"There is already a model called {called}",
+        f"Folder: {folder}.",
+        f"Chat with it (floe-chat --model {known}), or choose another name with --name.",
+    )
 
 
 def of_ready(wanted: Wish, ready: ReadyPack) -> Wish:

@@ -144,3 +144,4 @@ def test_setup_adds_a_drafting_head_to_a_model_that_is_set_up(tmp_path: Path) ->
     assert repaired.code == 0 and f"repaired  {DRAFT}" in repaired.out
     again = run_cli("setup", str(source), "--name", "tiny", "--yes")
     assert again.code != 0 and "already a model called tiny" in again.err
+    assert "already a model called tiny" in explained(run_cli("setup", "tiny", "--yes"), 2)
