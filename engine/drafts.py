@@ -33,6 +33,10 @@ _RIGHT = 0.75  # at first, of a head's guesses
 _WORTH = 1.1  # times as many tokens a second, as measured, which is never exact
 _PAYS = 1.03  # times as many, for a head to be asked
 _PAUSE, _TRIALS = 256, 4  # tokens after which a head that does not pay is tried again, so many times
+# Another model reads a text of which it has not followed the end: at least so many tokens, more where that takes less than
+# a share of what its guesses gain in an answer of a usual length; and at once what takes as long as some tokens.
+_READ, _INVESTED, _ANSWER, _AT_ONCE = 32, 1 / 4, 256, 4
+_READING = 1 / 4  # of the time of its token, for one that it reads together with others, before it was measured
 
 
 class Guess(NamedTuple):
@@ -79,11 +83,16 @@ class Repeats:
 
 
 class Depth:
-    """What is known of a model's passes and guesses, from answer to answer."""
+    """What is known of a model's passes and guesses, from answer to answer.
 
-    def __init__(self) -> None:
+    Args:
+        guessing: what a head's guess, or another model's, takes of a token's time, before it was measured.
+    """
+
+    def __init__(self, guessing: float = _GUESSING) -> None:
         self._pace, self._chances = Pace(), [*_CHANCES, *_HEADS]
-        self._right, self._guessing = _RIGHT, _GUESSING  # of a head: guesses that are right, and what one takes
+        self._right, self._guessing = _RIGHT, guessing  # of a head: guesses that are right, and what one takes
+        self._reading = _READING * guessing
         self._paused = self._trials = 0
 
     def took(self, preset: Preset, guessed: int, drawn: int, seconds: float) -> None:
@@ -118,9 +127,8 @@ class Depth:
         """Whether to ask a head, if there is another guess already."""
         if self._pace.seconds(preset, 1) is None or (other and self._chances[other.kinds[0]] >= self._right):
             return False
-        for count, tokens in enumerate(self._tokens([None] * (MOST_TOGETHER - 1)), 1):
-            if tokens / (self._passes(preset, count) + count * self._guessing) > _PAYS:
-                return True
+        if self._gains(preset) > _PAYS:
+            return True
         if self._paused >= _PAUSE:
             self._paused, self._trials = 0, _TRIALS
         self._trials -= self._trials > 0
@@ -140,6 +148,19 @@ class Depth:
             each = min(seconds / guesses / one, 2 * self._guessing)  # the first ones read memory for the first time
             self._guessing += _STEP * (each - self._guessing)
 
+    def reach(self, preset: Preset, left: int) -> tuple[int, int]:
+        """From how many tokens before a text's end it pays that another model reads it, to guess in the `left` ones, and
+        how many of them at once.
+        """
+        gained = min(left, _ANSWER) * (1 - 1 / max(1.0, self._gains(preset)))
+        return max(_READ, int(_INVESTED * gained / self._reading)), max(_READ, int(_AT_ONCE / self._reading))
+
+    def read(self, preset: Preset, tokens: int, seconds: float) -> None:
+        """Another model took so long to read some tokens."""
+        if tokens >= _READ // 2 and (one := self._pace.seconds(preset, 1)) is not None:
+            each = min(seconds / tokens / one, 2 * self._reading)  # as for guesses
+            self._reading += 2 * _STEP * (each - self._reading)
+
     @staticmethod
     def of_head(likely: float) -> int:
         """The class of a head's guess that it finds so likely."""
@@ -149,6 +170,13 @@ class Depth:
         """How many tokens a pass gives with one guess of these, with two, ...; None: one that is not made yet."""
         chances = (self._right if kind is None else self._chances[kind] for kind in kinds)
         return [1 + given for given in accumulate(accumulate(chances, mul))]
+
+    def _gains(self, preset: Preset) -> float:
+        """How many tokens a head's guesses give in the time of one, at best."""
+        tokens = self._tokens([None] * (MOST_TOGETHER - 1))
+        return max(
+            given / (self._passes(preset, count) + count * self._guessing) for count, given in enumerate(tokens, 1)
+        )
 
     def _passes(self, preset: Preset, guesses: int) -> float:
         """How many passes of one token a pass with some guesses takes."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..kernels.sampling import NotNumbersError
 from ..models.errors import PackError
 from .decoder.decoders import Decoder, LibraryDecoder
+from .decoder.draft_model import DraftModel
 from .decoder.kv_cache import KVCache
 from .drafts import Depth, Guess, Repeats
 from .events import MOST_TOGETHER, Chance, Extras, Sampling
@@ -202,11 +203,19 @@ class Answer:
         return self._took(tokens, [made + after for after in at])
 
     def _guess(self, preset: Preset) -> Guess | None:
-        """What may follow, by what the text repeats or by the model's head, whichever is right more often."""
+        """What may follow, by what the text repeats, or by the model's head or another model, whichever is right more
+        often.
+        """
         depth, head = self._depth, self.decoder.head
         guess = None if self._repeats is None else self._repeats.guess()
         if depth is None or head is None or not depth.asks(preset, guess):
             return guess
+        if isinstance(head, DraftModel):
+            began = self._telemetry.clock()
+            if read := head.follow([*self.kv.tokens, self.token], *depth.reach(preset, self._most)):
+                depth.read(preset, read, self._telemetry.clock() - began)
+            if head.behind > MOST_TOGETHER:
+                return guess
         began, far = self._telemetry.clock(), head.behind > MOST_TOGETHER
         tokens, likely = head.guess(self.token, self.kv, partial(depth.more, preset))
         if tokens and not far:

@@ -21,6 +21,7 @@ from ..outcomes import explained
 from ..sampling import Sampler
 from . import finite_check
 from .draft_head import DraftHead
+from .draft_model import DraftModel
 from .fused_pass import FusedDecoder
 from .kv_cache import KVCache, KVStore, LibraryStore
 from .kv_stores import KvForm
@@ -49,7 +50,7 @@ class Decoder(Protocol):
 
     reason: str
     passed: Callable[[float], None] | None
-    head: DraftHead | None
+    head: DraftHead | DraftModel | None
     device: torch.device
 
     def prepare(self) -> None:
@@ -114,7 +115,7 @@ class LibraryDecoder:
     def __init__(self, model: Any, reason: str = "dense layers in transformers") -> None:
         self.model, self.reason = model, reason
         self.passed: Callable[[float], None] | None = None
-        self.head: DraftHead | None = None
+        self.head: DraftHead | DraftModel | None = None
         self.device: torch.device = model.get_input_embeddings().weight.device
         kinds = set(getattr(model.config, "layer_types", None) or ())
         self._recurrent = bool(kinds - {"full_attention", "sliding_attention"})

@@ -32,6 +32,7 @@ from . import graphs
 from .card.card_ends import Ends
 from .divided import DividedPass, DividedStore, made_store
 from .draft_head import DraftHead
+from .draft_model import DraftModel
 from .finite_check import NO_PART, is_finite
 from .kv_cache import KVCache
 from .kv_stores import SLACK, GrowingStore, KvForm, Layout, Room, room_for_past
@@ -96,7 +97,7 @@ class FusedDecoder:
         experts = [layer.experts for layer in self.layers if isinstance(layer.experts, MoELayer)]
         self._apart = not all(layer.alone for layer in experts)
         self.passed: Callable[[float], None] | None = None
-        self.head: DraftHead | None = None
+        self.head: DraftHead | DraftModel | None = None
         self.way = Way(self)
         self.reason = "dense layers in floe-chat's own pass"
         if self._kv.bits == 8:
@@ -136,6 +137,16 @@ class FusedDecoder:
         if self.way.most == 1:
             raise Unsupported(f"tokens are computed {self.way.how}")
         self.head = DraftHead(packed, record_of(packed.config), bits, self._ends(), self._window, self._kv.bits)
+
+    def draft_with(self, model: DraftModel) -> None:
+        """Guess further tokens by another model.
+
+        Raises:
+            Unsupported: tokens are computed one by one.
+        """
+        if self.way.most == 1:
+            raise Unsupported(f"tokens are computed {self.way.how}")
+        self.head = model
 
     def _ends(self) -> ModelEnds:
         return ModelEnds(self._embedding, self._norm, self._eps, projection(self._head), self._scale, self._cap)
@@ -189,6 +200,30 @@ class FusedDecoder:
             self._step = None  # its views would keep the store's memory
         store.length = kv.length + 1
         return logits.clone()
+
+    @torch.inference_mode()
+    def few(self, ids: Sequence[int], kv: KVCache) -> Tensor:
+        """As `forward`, of as many tokens as `way.most`, which are computed as single ones are, together."""
+        store, done = self._room_for(len(ids), kv), 0
+        try:
+            while True:
+                start = kv.length + done
+                some = ids[done:][: store.unbroken(len(ids) - done)]
+                rope = self._rope.tables(start, start + len(some), long=kv.long)
+                stream = self.way.together(some, _places(Text(store, rope, start)))
+                done += len(some)
+                store.length = kv.length + done
+                if done == len(ids):
+                    return self._each(stream[-1:])
+        finally:
+            self._step = None
+
+    def back(self, kv: KVCache, length: int) -> None:
+        """Drop all but the first `length` tokens, where `few` computed the others, fewer than `way.most`: states are
+        still there.
+        """
+        self.store(kv).length = length
+        kv.cut(length)
 
     def _text(self, store: GrowingStore, tokens: int, kv: KVCache) -> Text:
         """Where the next tokens of a conversation go."""
@@ -316,10 +351,8 @@ class FusedDecoder:
         """The tokens drawn behind each of these, up to the first that is not the next one, or is one of `last`; when,
         and by which streams (T, H).
         """
-        began, (store, rope, start) = time.perf_counter(), text
-        places = [Text(store, rope[i : i + 1], start + i) for i in range(len(tokens))]
-        drawn, at = list[int](), list[float]()
-        stream = self.way.together(tokens, places)
+        began, drawn, at = time.perf_counter(), list[int](), list[float]()
+        stream = self.way.together(tokens, _places(text)[: len(tokens)])
         rows = self._each(stream).split(1)
         for row, following in itertools.zip_longest(rows, tokens[1:]):
             drawn.append(sampler.draw(row))
@@ -449,3 +482,9 @@ class FusedDecoder:
         for index in range(place + 1, following):  # layers without experts
             x, added = self.layers[index].behind(self._step(index, x, added), None)
         return self._step(following, x, added).hidden
+
+
+def _places(text: Text) -> list[Text]:
+    """Where each of a text's next tokens goes."""
+    store, rope, start = text
+    return [Text(store, rope[i : i + 1], start + i) for i in range(len(rope))]

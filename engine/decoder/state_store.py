@@ -70,6 +70,8 @@ class StatefulStore(GrowingStore):
         read = bool(self._next) and tokens > self._length + 1  # a part of a prompt
         if self._reading and not read:  # from here answers are drawn again, or follow without thinking
             self._copies[-2:] = [replace(copy, turn=True) for copy in self._copies[-2:]]
+        if tokens < self._length:  # the last ones are taken back
+            self._copies = [copy for copy in self._copies if copy.length <= tokens]
         self._copies += self._along
         self._length, self._reading = tokens, read
         self._broken()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..decoder.decoders import Decoder
 from ..decoder.draft_head import DraftHead
+from ..decoder.draft_model import DraftModel
 from ..decoder.kv_cache import KVCache
 from ..experts.moe_layer import Cancelled, Control
 from ..quality_presets import Preset
@@ -32,7 +33,7 @@ class Led:
         self._inner, self._group, self._control = inner, group, control
         self.reason, self.device = f"{words}; {inner.reason}", inner.device
         self.passed: Callable[[float], None] | None = None
-        self.head: DraftHead | None = None
+        self.head: DraftHead | DraftModel | None = None
         self._told: Preset | None = None  # which the others have
         self._numbers: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
         self._next = itertools.count()
