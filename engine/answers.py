@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from .decoder.draft_model import DraftModel
 from .decoder.kv_cache import KVCache, Parked
 from .decoder.kv_shelf import KVShelf
 from .decoder.kv_stores import GrowingStore
@@ -66,7 +67,8 @@ class Answers:
         self, loaded: LoadedModel, shelf: KVShelf, files: StateFiles | None = None, *, draft: bool = True
     ) -> None:
         self._loaded, self._shelf, self.files, self._pace = loaded, shelf, files, Pace()
-        self._depth = Depth() if draft else None
+        head = loaded.decoder.head
+        self._depth = (Depth(head.cost) if isinstance(head, DraftModel) else Depth()) if draft else None
         self._chat, self._begun, self.unkept = 0, 0.0, False  # of what `kv` holds
         self.running: list[Running] = []
         self.together = 1

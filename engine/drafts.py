@@ -33,8 +33,8 @@ _RIGHT = 0.75  # at first, of a head's guesses
 _WORTH = 1.1  # times as many tokens a second, as measured, which is never exact
 _PAYS = 1.03  # times as many, for a head to be asked
 _PAUSE, _TRIALS = 256, 4  # tokens after which a head that does not pay is tried again, so many times
-# Another model reads a text of which it has not followed the end: at least so many tokens, more where that takes less than
-# a share of what its guesses gain in an answer of a usual length; and at once what takes as long as some tokens.
+# Another model reads a text of which it has not followed the end: at least so many tokens, more where that takes less
+# than a share of what its guesses gain in an answer of a usual length; and at once what takes as long as some tokens.
 _READ, _INVESTED, _ANSWER, _AT_ONCE = 32, 1 / 4, 256, 4
 _READING = 1 / 4  # of the time of its token, for one that it reads together with others, before it was measured
 
@@ -149,8 +149,8 @@ class Depth:
             self._guessing += _STEP * (each - self._guessing)
 
     def reach(self, preset: Preset, left: int) -> tuple[int, int]:
-        """From how many tokens before a text's end it pays that another model reads it, to guess in the `left` ones, and
-        how many of them at once.
+        """From how many tokens before a text's end it pays that another model reads it, to guess in the `left` ones to
+        come, and how many of them at once.
         """
         gained = min(left, _ANSWER) * (1 - 1 / max(1.0, self._gains(preset)))
         return max(_READ, int(_INVESTED * gained / self._reading)), max(_READ, int(_AT_ONCE / self._reading))

@@ -60,7 +60,7 @@ class Advanced:
             share of the rows that are not in device memory. transfer: how rows are copied, of `ranges.TRANSFERS`.
         kv_bits: of stored keys and values, of `ranges.KV_BITS`. context: tokens whose keys and values have device
             memory reserved. placement: where experts are, see `ranges.Wanted`. draft: whether tokens are guessed, to be
-            computed together.
+            computed together; or the model that guesses them, as `catalog.find` takes it.
     """
 
     predictor: str = "auto"
@@ -69,7 +69,7 @@ class Advanced:
     kv_bits: str = "auto"
     context: int = CONTEXT
     placement: str = "auto"
-    draft: bool = True
+    draft: bool | str = True
 
     def changed(self, *, offloaded: bool = True, pooled: bool = True) -> tuple[str, ...]:
         """The values that differ from the default, in words, and which of them have no effect.
@@ -87,7 +87,7 @@ class Advanced:
             (moved[0], pooled),
             *((word, offloaded) for word in moved[1:]),
             ("" if self.kv_bits == "auto" else f"{self.kv_bits}-bit context", True),
-            ("" if self.draft else "no drafts", True),
+            (f"drafts by {self.draft}" if isinstance(self.draft, str) else "" if self.draft else "no drafts", True),
             ("" if self.context == CONTEXT else f"{self.context:,} tokens of context reserved", offloaded),
         )
         return tuple(f"{word}{'' if counts else ' (no effect here)'}" for word, counts in words if word)
@@ -210,7 +210,7 @@ class Loaded:
         advanced: in words, which advanced settings in force differ from the default.
         remedy: in a sentence, how to make torch compute on a GPU that is there; "" if there is nothing to mend.
         placed: where experts are, in words. pools: the fewest and the most bytes that a pool of rows may have; None
-            where no card shares the experts, or where several do.
+            where no card shares the experts, or where several do. drafter: the other model that guesses tokens, or "".
         remote: the host of the server that answers, "" if this process does. A server has no presets and no widths,
             and may not say how large its `context_window` is (0).
     """
@@ -233,6 +233,7 @@ class Loaded:
     remote: str = ""
     placed: str = ""
     pools: tuple[int, int] | None = None
+    drafter: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from ..kernels.backend import BFLOAT16_FROM
 from ..kernels.weights import LinearWeights
 from ..models.catalog import name_of
 from ..models.checkpoint import read_config
-from ..models.errors import PackError, UsageError, damaged
+from ..models.errors import FloeError, PackError, UsageError, damaged
 from ..models.families import family_of
 from ..models.modules import library_model, light_modules
 from ..models.pack import usage_file
@@ -26,12 +26,14 @@ from ..models.pack.manifest import FILE_NAME, Manifest, file_entry
 from ..models.pack.packed_model import PackedLayer, PackedModel
 from ..models.transformers_import import import_model_code
 from . import quality_presets
+from .context import CONTEXT
 from .decoder import decoders
 from .decoder.decoders import Decoder, FusedDecoder
+from .decoder.draft_model import DraftModel
 from .decoder.finite_check import is_finite
 from .decoder.layers import Unsupported
 from .decoder.quantized_linear import PackedLinear
-from .events import Advanced, Load, Loaded
+from .events import Advanced, Load, Loaded, Notice
 from .experts.moe_layer import STREAMED_CHUNK, Control, MoELayer, chunk_for
 from .experts.offloaded_layer import Neighbours, OffloadedLayer
 from .experts.whole_layers import RamLayer, ResidentLayer
@@ -45,6 +47,8 @@ from .parallel.led import Led
 from .parallel.messages import Open, Ready
 from .parallel.spread import Spread
 from .parallel.spread_layer import SpreadLayer
+from .planning import drafter
+from .planning.footprint import Footprint
 from .planning.opened_pack import Asked
 from .planning.several.placement import Placement
 from .telemetry import Telemetry
@@ -145,7 +149,9 @@ def load(
     experts = _Experts(pack, offloads, control, telemetry, report, spread)
     model = _build(pack, linears, experts, report, library=library)
     window, decoder = _decoder(model, pack.placement)
-    if advanced.draft and spread is None and isinstance(decoder, FusedDecoder):
+    if isinstance(advanced.draft, str):
+        _draft_with(advanced.draft, decoder, pack, control, report, alone=spread is None)
+    if advanced.draft and spread is None and isinstance(decoder, FusedDecoder) and decoder.head is None:
         _draft(decoder, pack.packed)
     if shared is not None:
         report("Filling the pool of rows", 1.0)
@@ -260,6 +266,33 @@ def _decoder(model: Any, where: Placement) -> tuple[int, Decoder]:
     return max(1, shares.reserved * shares.kv_bits // 16), decoder
 
 
+def _draft_with(name: str, decoder: Decoder, pack: Opened, control: Control, report: Report, *, alone: bool) -> None:
+    """Guess further tokens by another pack, in RAM, if that can be done. Why it cannot is a notice."""
+    try:
+        if not alone or not isinstance(decoder, FusedDecoder):
+            raise Unsupported("other processes compute them too" if not alone else decoder.reason)
+        folder, found = drafter.of_packs(name, pack.packed.folder, CONTEXT)
+        name = found.name
+        a, mixes = pack.architecture, [one.choice.shares.mix for one in pack.placement.parts]
+        in_ram = 1 - sum(0 if mix is None else mix.gpu for mix in mixes) / a.layers
+        drafter.need_room(found, Footprint.of_pack(pack.packed.manifest, pack.config), in_ram, whole=mixes[0] is None)
+        report(f"Opening {name}, which guesses tokens", 0.9)
+        loaded, _ = load(folder, "Fast", "cpu", lambda _step, _share: None, advanced=Advanced(draft=False))
+        _set_threads(pack, 1)
+        if not isinstance(loaded.decoder, FusedDecoder) or loaded.decoder.way.most == 1:
+            raise Unsupported(f"its own tokens are computed otherwise: {loaded.decoder.reason}")
+        loaded.control.cancelled = control.cancelled
+        decoder.draft_with(DraftModel(name, loaded.decoder, loaded.control, loaded.window, found.cost))
+        decoder.reason += f", with {name} guessing tokens"
+    except (FloeError, Unsupported) as declined:
+        title, why = f"{name} guesses no tokens here", str(declined)
+        if isinstance(declined, FloeError):
+            title, why = declined.title, f"{declined.cause} {declined.hint}".strip()
+        control.notices.append(Notice(title, f"{why.rstrip('.')}. Answers come without its guesses."))
+        decoder.reason += f", without guesses by {name}, because {why.rstrip('.')}"
+        _log.warning("no guesses by %s: %s", name, why)
+
+
 def _draft(decoder: FusedDecoder, packed: PackedModel) -> None:
     """Guess further tokens by the pack's drafting head, if it has one that can be used here."""
     head, why = packed.head(), packed.headless
@@ -306,6 +339,7 @@ def _describe(
         remedy=pack.placement.first.remedy,
         placed="; ".join(part.choice.shares.words for part in pack.placement.parts),
         pools=pack.placement.first.pools if len(pack.placement.parts) == 1 else None,
+        drafter=head.name if isinstance(head := loaded.decoder.head, DraftModel) else "",
     )
 
 

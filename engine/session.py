@@ -245,7 +245,7 @@ class Session:
         self._loaded = loaded
         shelf = KVShelf(int(PARKED * ram()[1]) if parked is None else parked)
         files = None if spread is not None else self._files(command, loaded, event)
-        self._answers = Answers(loaded, shelf, files, draft=command.advanced.draft)
+        self._answers = Answers(loaded, shelf, files, draft=bool(command.advanced.draft))
         self._spilled.clear()
         self._say(event)
         # Memory is known before the first answer; what was not measured stays None.

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from ..settings.settings import Settings
 
 
-_HERE = ("preset", "device", "vram", "placement", "predictor", "draft", "parallel", "balance")  # of this machine's
-_CALLED = {"placement": "mix", "draft": "no-draft"}  # those whose option has another name
+# Options about this machine's models; and those that have another name.
+_HERE = ("preset", "device", "vram", "placement", "predictor", "drafter", "draft", "parallel", "balance")
+_CALLED = {"placement": "mix", "draft": "no-draft", "drafter": "draft"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,9 @@ def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, ch
     for problem in found.problems:
         click.echo(printable(f"floe-chat: {settings_file()}: {problem}; {problem.effect}"), err=True)
     options = fill(options, given, found.settings)
+    if (drafter := options.pop("drafter")) and "drafter" in given and "draft" in given:
+        raise click.UsageError("--no-draft guesses no tokens. Give either --no-draft or --draft NAME.")
+    options["draft"] = drafter if drafter and (options["draft"] or "drafter" in given) else options["draft"]
     saved = model_choice.saved_chat(chat) if last or chat is not None else None
     if address is not None:
         return _connected(address, key_file, options, given, found.settings, saved)
@@ -103,6 +107,8 @@ def begin(ctx: click.Context, options: dict[str, Any], *, last: bool = False, ch
         except FloeError as error:
             remark = model_choice.missing(model, error, options["model"])
     pack, preset = catalog.find(options.pop("model")), options.pop("preset")
+    if drafter and "drafter" in given:
+        need_drafter(drafter, pack)
     thinking = options.pop("thinking", found.settings.thinking)
     local = _engine(options, found.settings, think=thinking != "off")
     sampling, max_tokens, system = sampling_from(options, pack)
@@ -185,6 +191,16 @@ def _own_preset(chat: Conversation, pack: Path) -> str | None:
     with suppress(FloeError):
         return quality_presets.get(chat.setup.preset or "", PackedModel.open(pack).manifest).name
     return None
+
+
+def need_drafter(name: str, pack: Path) -> None:
+    """Raises FloeError: no pack of this name is there, or it cannot guess tokens for `pack`. Whether there is RAM for it
+    is known when that is loaded.
+    """
+    from ...engine.context import CONTEXT
+    from ...engine.planning import drafter
+
+    drafter.of_packs(name, pack, CONTEXT)
 
 
 def need_saving(beginning: Beginning) -> None:

@@ -204,6 +204,7 @@ class _Output:
             "decode_tokens_per_s": stats.decode_tps_mean,
             "active_neurons": stats.active_neurons,
             "bytes_per_token": stats.bytes_per_token,
+            "drafter": loaded.drafter or None,
             "drafted_tokens": stats.drafted,
             "accepted_tokens": stats.accepted,
             "draft_speedup": stats.draft_speedup,

@@ -60,6 +60,12 @@ MODEL = (
         help="What names the rows of a pool to fetch ahead.  [default: auto]",
     ),
     click.option(
+        "--draft",
+        "drafter",
+        metavar="NAME|FOLDER",
+        help="A smaller packed model of the same tokenizer, in RAM, that guesses further tokens. Answers stay the same.",
+    ),
+    click.option(
         "--no-draft",
         "draft",
         is_flag=True,

@@ -334,6 +334,15 @@ class Settings:
         "Guess further words, by what a text repeats or by a model's drafting head, and compute them together where "
         "that is faster. Answers stay the same.",
     )
+    drafter: str | None = _key(
+        "advanced.drafter",
+        None,
+        "A smaller packed model of the same tokenizer that guesses further words, in RAM: its name or folder. It is left "
+        "out where a model has another tokenizer.",
+        _LINE,
+        unset="what a text repeats, or a model's drafting head",
+        example="qwen3-30b-a3b",
+    )
     keys: Mapping[str, str] = field(default_factory=lambda: {name: action.keys for name, action in OWN.items()})
     personas: Mapping[str, Persona] = field(default_factory=dict[str, Persona])
 
@@ -341,7 +350,7 @@ class Settings:
     def advanced(self) -> Advanced:
         """Those of the table [advanced], most of which matter for models larger than the GPU's memory."""
         memory = self.predictor, self.cpu_share, self.transfer, self.kv_bits, self.context, self.placement
-        return Advanced(*memory, self.draft)
+        return Advanced(*memory, self.drafter if self.draft and self.drafter else self.draft)
 
     def with_persona(self, name: str) -> Settings:
         """These settings with the system prompt and sampling values of persona `name`; "" changes nothing.

@@ -304,6 +304,12 @@ def room(ram: int, takes: Footprint, context: int | None = None, kv_bits: int = 
     return ram - _stays(ram) - sum(_used(ram, takes, context, kv_bits).values())
 
 
+def beside(ram: int, takes: Footprint, context: int) -> int:
+    """Bytes of so much RAM of a further model in this program, all of which the CPU computes."""
+    uses = _used(ram, takes, context, 16)
+    return sum(uses.values()) - uses["program"] + takes.ups + takes.rows
+
+
 def _stays(ram: int) -> int:
     return max(int(ram * RAM_SHARE), RAM_LEAST)
 

@@ -201,6 +201,17 @@ def _unskipped(packed: Manifest | None) -> list[str]:
     return [f"As packing measured, {said}, whatever the preset."] if said else []
 
 
+def widths(entry: CatalogEntry) -> PackSpec:
+    """A pack's own widths, or those that it would have unless others are clearly better.
+
+    Raises:
+        PackError: the entry's own pack cannot be read.
+    """
+    packed = Manifest.read(entry.folder) if entry.packed and entry.folder is not None else None
+    found = _widths(entry, packed)
+    return DEFAULT if DEFAULT in found else found[0]
+
+
 def _widths(entry: CatalogEntry, packed: Manifest | None) -> tuple[PackSpec, ...]:
     """The widths to consider; only the pack's own if the model is packed already."""
     none = not entry.sizes.draft  # then it may be packed or not

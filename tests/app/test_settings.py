@@ -72,6 +72,7 @@ GOOD = {
     "advanced.kv_bits": "8",
     "advanced.context": 16384,
     "advanced.draft": False,
+    "advanced.drafter": "small",
 }
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-import torch
 from floe_chat.engine.decoder.draft_model import DraftModel
 from floe_chat.engine.decoder.fused_pass import FusedDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
