@@ -71,11 +71,12 @@ class Advanced:
     placement: str = "auto"
     draft: bool | str = True
 
-    def changed(self, *, offloaded: bool = True, pooled: bool = True) -> tuple[str, ...]:
+    def changed(self, *, offloaded: bool = True, pooled: bool = True, drafting: bool = True) -> tuple[str, ...]:
         """The values that differ from the default, in words, and which of them have no effect.
 
         Args:
-            offloaded: a part of the experts is not on the device. pooled: rows of them share a pool there.
+            offloaded: a part of the experts is not on the device. pooled: rows of them share a pool there. drafting:
+                another model guesses tokens.
         """
         moved = (
             ("" if self.predictor == "auto" else f"predictor {self.predictor}"),
@@ -87,7 +88,8 @@ class Advanced:
             (moved[0], pooled),
             *((word, offloaded) for word in moved[1:]),
             ("" if self.kv_bits == "auto" else f"{self.kv_bits}-bit context", True),
-            (f"drafts by {self.draft}" if isinstance(self.draft, str) else "" if self.draft else "no drafts", True),
+            (f"drafts by {self.draft}", drafting) if isinstance(self.draft, str) else ("", True),
+            ("" if self.draft else "no drafts", True),
             ("" if self.context == CONTEXT else f"{self.context:,} tokens of context reserved", offloaded),
         )
         return tuple(f"{word}{'' if counts else ' (no effect here)'}" for word, counts in words if word)

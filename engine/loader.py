@@ -167,7 +167,8 @@ def load(
     nbytes = sum(parameter.nbytes for parameter in model.parameters()) + experts.nbytes
     nbytes += sum(linear.nbytes for linear in linears.values())
     pooled = any(part.choice.shares.mix is not None and part.choice.shares.mix.pool for part in pack.placement.parts)
-    changed = advanced.changed(offloaded=shared is not None, pooled=shared is not None and pooled)
+    drafting = isinstance(decoder.head, DraftModel)
+    changed = advanced.changed(offloaded=shared is not None, pooled=shared is not None and pooled, drafting=drafting)
     return loaded, _describe(loaded, pack, why_threads, nbytes, changed, time.perf_counter() - started)
 
 

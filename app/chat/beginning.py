@@ -194,8 +194,8 @@ def _own_preset(chat: Conversation, pack: Path) -> str | None:
 
 
 def need_drafter(name: str, pack: Path) -> None:
-    """Raises FloeError: no pack of this name is there, or it cannot guess tokens for `pack`. Whether there is RAM for it
-    is known when that is loaded.
+    """Raises FloeError: no pack of this name is there, or it cannot guess tokens for `pack`. Whether RAM has room is
+    known when that is loaded.
     """
     from ...engine.context import CONTEXT
     from ...engine.planning import drafter

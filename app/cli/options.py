@@ -63,7 +63,7 @@ MODEL = (
         "--draft",
         "drafter",
         metavar="NAME|FOLDER",
-        help="A smaller packed model of the same tokenizer, in RAM, that guesses further tokens. Answers stay the same.",
+        help="A smaller packed model of the same tokenizer that guesses further tokens. Answers stay the same.",
     ),
     click.option(
         "--no-draft",

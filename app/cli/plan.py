@@ -53,6 +53,7 @@ _LIST = "list"
     help="Bits of the chat's keys and values.  [default: 16, or 8 where that is clearly worth it]",
 )
 @click.option("--keep-source", is_flag=True, help="Keep the downloaded checkpoint beside the pack.")
+@click.option("--draft", "drafter", metavar="NAME|FOLDER", help="With a smaller model in RAM that guesses tokens.")
 @click.option("--no-draft", is_flag=True, help="Without the head that guesses further tokens.")
 @click.option("--net-mbs", type=float, metavar="MB/S", help="How fast the download is.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -69,6 +70,7 @@ def plan(
     context: int | None,
     kv_bits: str | None,
     keep_source: bool,
+    drafter: str | None,
     no_draft: bool,
     as_json: bool,
     **rates: float | None,
@@ -92,10 +94,14 @@ def plan(
         return
     if pcie is not None and rates["link_gbs"] is not None:
         raise click.UsageError("--pcie and --link-gbs both set the speed of the link. Give one of them.")
+    if drafter and (no_draft or model is None):
+        with_which = "Leave out --no-draft." if no_draft else "Name the model that it guesses for too."
+        raise click.UsageError(f"--draft names what guesses tokens for a model. {with_which}")
     positive = {name: _positive(name, rate) for name, rate in rates.items()}
     lanes = _lanes(pcie)
     sizes = [memory_size(text) for text in (vram, ram, disk_free)]
     from ...engine.context import CONTEXT
+    from ...engine.planning.drafter import with_drafter
     from ...engine.planning.machine import Described
     from ...engine.planning.plan import make, offers
     from ...models.catalog import described
@@ -115,7 +121,11 @@ def plan(
     entry = described(model)
     if context is not None and context > entry.sizes.window:
         progress.note(f"{entry.name} has a context of {entry.sizes.window:,} tokens: the plan is for that.")
-    found = make(_machine(said, among), entry.headless if no_draft else entry, **wanted)
+    machine = _machine(said, among)
+    if drafter is not None:
+        found = with_drafter(machine, entry, described(drafter), **wanted)
+    else:
+        found = make(machine, entry.headless if no_draft else entry, **wanted)
     click.echo(json.dumps(as_fields(found), indent=2) if as_json else printable(text_of(found)))
     ctx.exit(0 if found.chosen else 1)
 

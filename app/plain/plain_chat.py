@@ -138,6 +138,7 @@ class PlainChat:
         """What answers, and where everything is sent."""
         if not loaded.remote:
             placed = "" if loaded.pools is None else f" Its experts: {loaded.placed}."
+            placed += f" {loaded.drafter} guesses tokens." if loaded.drafter else ""
             return f"{loaded.model} answers at preset {loaded.preset}.{placed}"
         return f"{loaded.model} answers, remote at {loaded.remote}. {self.client.privacy}"
 

@@ -337,8 +337,8 @@ class Settings:
     drafter: str | None = _key(
         "advanced.drafter",
         None,
-        "A smaller packed model of the same tokenizer that guesses further words, in RAM: its name or folder. It is left "
-        "out where a model has another tokenizer.",
+        "A smaller packed model of the same tokenizer that guesses further words, in RAM: its name or folder. It is "
+        "left out where a model has another tokenizer.",
         _LINE,
         unset="what a text repeats, or a model's drafting head",
         example="qwen3-30b-a3b",

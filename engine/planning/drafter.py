@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ...models import catalog
 from ...models.catalog_entry import CatalogEntry
 from ...models.errors import UsageError
+from ...models.quantities import digits, share
 from ...models.quantities import memory as size
 from ...models.tokenizer import spellings
 from ..machine import hardware
 from . import disk_tier, memory_plan
 from .footprint import Footprint
-from .plan import widths
+from .machine import Machine
+from .plan import Plan, make, widths
 
 _INSTEAD = "Name a smaller model of the same family with --draft (advanced.draft), or leave it out."
+_SLOWER = 0.98  # of what a model does alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +37,10 @@ class Drafter:
         """A model that is packed, or would be with the usual bits, for another one on a machine with so much RAM.
 
         Raises:
-            UsageError: it has another vocabulary.
+            UsageError: it has another vocabulary, or is the same one.
         """
+        if (entry.folder, entry.name) == (model.folder, model.name):
+            raise UsageError(f"{entry.name} cannot guess its own tokens", "A guess would take as long.", _INSTEAD)
         own, its = model.sizes, entry.sizes
         if own.vocab != its.vocab:
             cause = f"Its vocabulary has {its.vocab:,} tokens, that of {model.name} {own.vocab:,}."
@@ -52,13 +58,33 @@ def of_packs(name: str, model: Path, context: int) -> tuple[Path, Drafter]:
     """
     folder = catalog.find(name)
     entry, own = catalog.described(folder), catalog.described(model)
-    if folder.resolve() == model.resolve():
-        raise UsageError(f"{entry.name} cannot guess tokens for itself", "A guess would take as long.", _INSTEAD)
     found = Drafter.of(entry, own, context, hardware.ram()[0])
     if not spellings.alike(folder, model):
         cause = "They have different tokenizers: the same token stands for another text."
         raise UsageError(f"{entry.name} cannot guess tokens for {own.name}", cause, _INSTEAD)
     return folder, found
+
+
+def with_drafter(machine: Machine, model: CatalogEntry, entry: CatalogEntry, **wanted: Any) -> Plan:
+    """A plan of a model in the RAM that its drafter leaves. wanted: see `plan.make`.
+
+    Raises:
+        UsageError: it has another vocabulary. PackError: see `plan.make`.
+    """
+    drafter = Drafter.of(entry, model, wanted["context"], machine.ram)
+    alone = make(machine, model.headless, **wanted)
+    left = [replace(one, ram=max(0, one.ram - drafter.ram)) for one in machine.each]
+    found = make(replace(left[0], others=tuple(left[1:])), model.headless, **wanted)
+    why = [*found.why, f"{entry.name}, which guesses tokens, takes {size(drafter.ram)} of RAM."]
+    if found.chosen is None:
+        lacks = [f"Without it {model.name} fits."] if alone.chosen is not None else []
+        return replace(found, machine=machine, why=(*why, *lacks))
+    before = 0.0 if alone.chosen is None else alone.chosen.decode.mid
+    if found.chosen.decode.mid < _SLOWER * before:
+        why.append(f"Without it there is room for about {digits(before, 2)} tokens/s, before guesses count.")
+    why.append(f"A token of it reads {share(drafter.cost)} of the weights that one of {model.name} reads.")
+    chosen = replace(found.chosen, ram={"drafter": drafter.ram, **found.chosen.ram})
+    return replace(found, machine=machine, chosen=chosen, why=tuple(why))
 
 
 def need_room(drafter: Drafter, model: Footprint, in_ram: float, *, whole: bool) -> None:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 from floe_chat.engine.decoder.draft_model import DraftModel
 from floe_chat.engine.decoder.fused_pass import FusedDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.drafts import Depth, Guess
-from floe_chat.engine.events import MOST_TOGETHER, Extras, Sampling
+from floe_chat.engine.events import MOST_TOGETHER, Advanced, Extras, Loaded, Sampling
+from floe_chat.engine.experts.moe_layer import Cancelled
 from floe_chat.engine.generate import Answer
-from floe_chat.engine.loader import LoadedModel
-from floe_chat.models.packing.pack import EXACT
+from floe_chat.engine.loader import LoadedModel, load
+from floe_chat.engine.planning import disk_tier
+from floe_chat.models.packing.pack import EXACT, PackSpec
 
 from .. import families
-from ..helpers import make_pack
-from .driver import GREEDY, open_model
+from ..helpers import edit_json, make_checkpoint, make_pack
+from .driver import GREEDY, a_preset, open_model, silent
 
 WARM = Sampling(temperature=0.8, top_k=40, min_p=0.01, repetition_penalty=1.1, seed=5)
 PROMPT = [5, 9, 17, 3, 42, 5, 9, 17, 200, 7, 11, 60, 61, 3, 42]
@@ -40,7 +46,7 @@ class Case:
         return made
 
 
-KINDS = ["mixtral", "qwen3_next", "lfm2_moe", "gpt_oss", "gemma4", "deepseek_v2", "phimoe"]
+KINDS = ["qwen3_next", "mixtral", "lfm2_moe", "gpt_oss", "gemma4", "deepseek_v2", "phimoe"]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -58,7 +64,6 @@ class Asking(Depth):
     def __init__(self, far: int = FAR, part: int = FAR) -> None:
         super().__init__()
         self.far = far, part
-        self.right, self.made = 0, 0
 
     def asks(self, preset: object, other: object) -> bool:
         return True
@@ -102,6 +107,7 @@ def answered(
     return found
 
 
+@pytest.mark.some(2)
 def test_a_model_guesses_its_own_tokens(case: Case) -> None:
     """Behind a prompt, an answer, an edit, another chat and the first one again."""
     drafter, kv, other = case.by(case.twin), KVCache(), KVCache()
@@ -122,6 +128,7 @@ def test_a_model_guesses_its_own_tokens(case: Case) -> None:
     assert drafter.behind <= MOST_TOGETHER
 
 
+@pytest.mark.some(1)
 def test_answers_stay_the_same(case: Case) -> None:
     case.by(case.other)
     for sampling, extras in ((GREEDY, None), (WARM, None), (WARM, Extras(presence_penalty=0.3))):
@@ -132,3 +139,90 @@ def test_answers_stay_the_same(case: Case) -> None:
         assert (
             answered(case, KVCache(), PROMPT, Asking(), sampling, extras, stop=[stop]) == wanted[: wanted.index(stop)]
         )
+
+
+@pytest.fixture(scope="module")
+def packs(tiny_checkpoint: Path, tiny_pack: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model, a smaller one, and others that cannot guess for it."""
+    folder = tmp_path_factory.mktemp("drafters")
+
+    def swapped(fields: dict[str, Any]) -> None:
+        vocabulary = fields["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+    sources = {name: make_checkpoint(folder / f"{name} source", layers=1, seed=3) for name in ("small", "foreign")}
+    edit_json(sources["foreign"] / "tokenizer.json", swapped)
+    sources["wide"] = families.make("mixtral", folder / "wide source", vocab_size=300)
+    for name, source in sources.items():
+        make_pack(source, folder / name, PackSpec(), name)
+    shutil.copytree(folder / "small", folder / "unfinished")
+    (folder / "unfinished" / "manifest.json").unlink()
+    return {"model": tiny_pack, **{name: folder / name for name in (*sources, "unfinished")}}
+
+
+def opened(
+    packs: dict[str, Path], name: str, device: str = "cpu", vram: int | None = None
+) -> tuple[LoadedModel, Loaded]:
+    drafting = Advanced(draft=str(packs.get(name, packs["model"].parent / name)))
+    return load(packs["model"], None, device, silent, vram=vram, advanced=drafting)
+
+
+def test_a_pack_is_opened_to_guess(packs: dict[str, Path]) -> None:
+    loaded, event = opened(packs, "small")
+    assert event.drafter == "small" and "with small guessing tokens" in event.reason and not loaded.control.notices
+    assert isinstance(loaded.decoder.head, DraftModel) and 0 < loaded.decoder.head.cost < 1
+    case, kv = Case(loaded, loaded, loaded), KVCache()
+    assert answered(case, kv, PROMPT, Asking()) == answered(case, KVCache(), PROMPT, None)
+    assert loaded.telemetry.answer.drafted == 0  # the last one was without
+    loaded.control.cancelled.set()
+    with pytest.raises(Cancelled):
+        loaded.decoder.head.follow([*PROMPT, *PROMPT], FAR, FAR)
+
+
+WHY = {
+    "foreign": "different tokenizers",
+    "wide": "Its vocabulary has 300 tokens, that of tiny 259",
+    "unfinished": "not a packed model|manifest",
+    "nothing": "no model",
+    "model": "cannot guess its own tokens",
+}
+
+
+@pytest.mark.parametrize("name", WHY)
+def test_what_cannot_guess_is_said(packs: dict[str, Path], name: str) -> None:
+    loaded, event = opened(packs, name)
+    assert loaded.decoder.head is None and event.drafter == "" and ", without guesses by " in event.reason
+    (notice,) = loaded.control.notices
+    assert re.search(WHY[name], f"{notice.title}. {notice.cause}") and "Answers come without" in notice.cause
+    assert any("drafts by" in word and "no effect" in word for word in event.advanced)
+
+
+def test_there_has_to_be_room(packs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "room", lambda: 1)
+    loaded, event = opened(packs, "small")
+    assert event.drafter == "" and "next to the model" in loaded.control.notices[0].cause
+
+
+def test_a_model_with_a_pool_is_guessed_for(packs: dict[str, Path]) -> None:
+    loaded, event = opened(packs, "small", "throttled:8gb", 4 << 20)
+    try:
+        assert event.drafter == "small"
+        case = Case(loaded, loaded, loaded)
+        drafted = answered(case, KVCache(), PROMPT, Asking())
+        assert loaded.telemetry.answer.drafted > 0
+        assert drafted == answered(case, KVCache(), PROMPT, None)
+    finally:
+        loaded.close()
+
+
+def test_reading_is_worth_a_share_of_what_guesses_gain() -> None:
+    depth, preset = Depth(0.1), a_preset("", 0.3)
+    depth.took(preset, 0, 40, 40.0)
+    far, part = depth.reach(preset, 100)
+    assert far > 100 < part and depth.reach(preset, 10_000)[0] > 2 * far and depth.reach(preset, 1)[0] == 32
+    for _ in range(40):
+        depth.read(preset, 100, 50.0)  # reading a token takes half as long as writing one
+    assert depth.reach(preset, 100)[0] == 32 and depth.reach(preset, 100)[1] == 32 < part
+    for _ in range(40):
+        depth.read(preset, 100, 0.01)
+    assert depth.reach(preset, 100)[0] > far
