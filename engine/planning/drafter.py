@@ -17,6 +17,7 @@ from . import disk_tier, memory_plan
 from .footprint import Footprint
 from .machine import Machine
 from .plan import Plan, make, widths
+from .reasons import describe
 
 _INSTEAD = "Name a smaller model of the same family with --draft (advanced.draft), or leave it out."
 _SLOWER = 0.98  # of what a model does alone
@@ -79,9 +80,10 @@ def with_drafter(machine: Machine, model: CatalogEntry, entry: CatalogEntry, **w
     if found.chosen is None:
         lacks = [f"Without it {model.name} fits."] if alone.chosen is not None else []
         return replace(found, machine=machine, why=(*why, *lacks))
-    before = 0.0 if alone.chosen is None else alone.chosen.decode.mid
-    if found.chosen.decode.mid < _SLOWER * before:
-        why.append(f"Without it there is room for about {digits(before, 2)} tokens/s, before guesses count.")
+    if (before := alone.chosen) is not None and before.spec != found.chosen.spec:
+        why.append(f"Without it there is room for {describe(before.spec)} bits.")
+    elif before is not None and found.chosen.decode.mid < _SLOWER * before.decode.mid:
+        why.append(f"Without it there is room for {digits(before.decode.mid, 2)} tokens/s, before guesses count.")
     why.append(f"A token of it reads {share(drafter.cost)} of the weights that one of {model.name} reads.")
     chosen = replace(found.chosen, ram={"drafter": drafter.ram, **found.chosen.ram})
     return replace(found, machine=machine, chosen=chosen, why=tuple(why))

@@ -25,8 +25,10 @@ from floe_chat.engine.events import Finished
 from floe_chat.engine.experts.moe_layer import PREFILL_CHUNK
 from floe_chat.engine.state_folder import files
 from floe_chat.models import private_file
+from floe_chat.models.catalog import asset
+from floe_chat.models.packing.pack import PackSpec
 
-from ..helpers import Ran, edit_json, explained, reseal, run_cli
+from ..helpers import Ran, edit_json, explained, make_checkpoint, make_pack, reseal, run_cli
 from .scripted import LOADED, ScriptedClient, stats
 
 SHORT = ("--max-tokens", "6", "--seed", "1")
@@ -35,7 +37,7 @@ FIGURES = {
     **dict.fromkeys(("seed", "prompt_tokens", "reused_tokens", "new_tokens", "thinking_tokens"), int),
     **dict.fromkeys(("drafted_tokens", "accepted_tokens"), int),
     **dict.fromkeys(("first_token_s", "decode_tokens_per_s", "active_neurons", "bytes_per_token"), float),
-    **dict.fromkeys(("remote", "rows", "draft_speedup"), type(None)),
+    **dict.fromkeys(("remote", "rows", "drafter", "draft_speedup"), type(None)),
 }
 
 
@@ -75,6 +77,26 @@ def test_guesses_can_be_left_out() -> None:
     assert other["drafted_tokens"] == 0 and other["draft_speedup"] is None
     server = ("--connect", "http://127.0.0.1:9", "--no-draft")
     assert "--no-draft is for models of this machine" in explained(run_cli("ask", "hi", *server), 2)
+
+
+def test_another_model_guesses(tiny_pack: Path, tmp_path: Path) -> None:
+    make_pack(make_checkpoint(tmp_path / "source", layers=1, seed=3), tmp_path / "small", PackSpec(), "small")
+    plain = json.loads(ask(tiny_pack, "hi", *SHORT, "--json").out)
+    by = ("--draft", str(tmp_path / "small"))
+    ran = ask(tiny_pack, "hi", *SHORT, "--json", *by)
+    fields = json.loads(ran.out)
+    assert (ran.code, ran.err, fields["drafter"], fields["answer"]) == (0, "", "small", plain["answer"])
+    settings_file().parent.mkdir(parents=True)
+    settings_file().write_text(f'[advanced]\ndrafter = "{tmp_path / "small"}"\n')
+    assert json.loads(ask(tiny_pack, "hi", *SHORT, "--json").out)["drafter"] == "small"
+    assert json.loads(ask(tiny_pack, "hi", *SHORT, "--json", "--no-draft").out)["drafter"] is None
+    unlike = ask(asset("demo", "packed"), "hi", *SHORT)  # of another tokenizer: the setting is for other models
+    assert unlike.code == 0 and "small cannot guess tokens for demo" in unlike.err and unlike.out.strip()
+    assert "small cannot guess" in explained(run_cli("ask", "-m", "demo", "hi", *SHORT, *by), 2)
+    assert "--no-draft" in explained(ask(tiny_pack, "hi", *by, "--no-draft"), 2)
+    assert "There is no model" in explained(ask(tiny_pack, "hi", "--draft", "nothing-like-it"), 2)
+    server = ("--connect", "http://127.0.0.1:9", *by)
+    assert "--draft is for models of this machine" in explained(run_cli("ask", "hi", *server), 2)
 
 
 def test_words_file_and_pipe_make_the_question_in_this_order(tiny_pack: Path, tmp_path: Path) -> None:

@@ -168,6 +168,22 @@ def test_a_drafting_head_counts_unless_it_is_left_out() -> None:
     assert head > 1e8 and whole["disk"]["pack"] == without["disk"]["pack"] + head and "draft" not in without["disk"]
 
 
+def test_a_model_that_guesses_takes_ram() -> None:
+    given = "gpt-oss-120b", "--card", "none", "--cpu-gbs", "30", "--disk-free", "1TB"
+    by = ("--draft", "gpt-oss-20b")
+    alone, both = (planned(*given, "--ram", "64", *more) for more in ((), by))
+    drafter = both["chosen"]["ram"]["drafter"]
+    assert 9e9 < drafter < 16e9 and "drafter" not in alone["chosen"]["ram"]
+    assert both["machine"]["ram"] == alone["machine"]["ram"] and sum(both["chosen"]["ram"].values()) <= 64 << 30
+    assert "gpt-oss-20b, which guesses tokens, takes" in (why := " ".join(both["why"]))
+    assert both["chosen"]["spec"] != alone["chosen"]["spec"] and "Without it there is room for" in why
+    short = planned(*given, "--ram", "16", *by, code=1)
+    assert short["chosen"] is None and "which guesses tokens" in " ".join(short["why"])
+    assert "32,000" in explained(run_cli("plan", "gpt-oss-120b", "--draft", "mixtral-8x7b-instruct", "--ram", "64"), 2)
+    for more in (("demo", *by, "--no-draft"), by):
+        assert "--draft names what guesses" in explained(run_cli("plan", *more), 2)
+
+
 def test_a_checkpoint_in_a_folder(tiny_checkpoint: Path) -> None:
     fields = planned(str(tiny_checkpoint), *DESCRIBED)
     assert fields["entry"]["folder"] == str(tiny_checkpoint) and fields["download_s"] is None
