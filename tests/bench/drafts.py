@@ -11,23 +11,31 @@ The answers to held-out questions, and to each of them asked again in the same c
 A model of full width and random weights, with a drafting head that computes all that it would, but whose first, second
 and third guesses are right as often as said. It has too few layers, so that the head takes a larger share of a
 token than it would: seconds of a guess, in those of a token, are printed for that.
+
+    python tests/bench/drafts.py --synthetic qwen3-30b-a3b --layers 12 --drafter 2 4 6 [--right 0.8 0.8 0.8]
+
+The same with another model of those widths and so many layers as a drafter, one after the other.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+import torch
 from floe_chat.assets.demo.make.facts import read_heldout
 from floe_chat.engine import quality_presets
 from floe_chat.engine.bench import synthetic
 from floe_chat.engine.bench.subject import Subject
 from floe_chat.engine.decoder.draft_head import DraftHead
+from floe_chat.engine.decoder.draft_model import DraftModel
 from floe_chat.engine.decoder.fused_pass import FusedDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.drafts import Depth
@@ -37,6 +45,7 @@ from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.machine.conditions import computing
 from floe_chat.kernels.cpu.native_ends import NativeEnds
 from floe_chat.models.tokenizer.chat_format import ChatFormat
+from torch import Tensor
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -113,6 +122,56 @@ class SetHead(DraftHead):
         return [one + missed for one, missed in zip(following, wrong, strict=False)], list(right[: len(following)])
 
 
+class SetReader:
+    """A drafter's decoder that computes all that it would, but whose guesses are the model's answer, right as often as
+    set.
+    """
+
+    def __init__(self, decoder: FusedDecoder, text: Sequence[int], right: float, seed: int) -> None:
+        self._decoder, self._text, self._right, self._random = decoder, text, right, random.Random(seed)
+        self.forward, self.back = decoder.forward, decoder.back
+
+    def few(self, ids: Sequence[int], kv: KVCache) -> Tensor:
+        """See `Reader`; of a text that is read from its beginning."""
+        logits = self._decoder.few(ids, kv)
+        at = kv.length + len(ids)
+        right = at < len(self._text) and self._random.random() < self._right
+        set_to = self._text[at] if right else 1
+        chosen = torch.zeros_like(logits)
+        chosen[0, set_to] = math.log(self._right / (1 - self._right) * logits.shape[1])
+        return chosen
+
+
+def drafting_models(spec: synthetic.Spec, layers: Sequence[int], preset: str, right: float, rounds: int) -> None:
+    """Print how much faster answers come with drafters of so many layers."""
+    subject = synthetic.make(spec, "cpu", lambda _step: None)
+    decoder, a = subject.decoder, subject.manifest.architecture
+    assert isinstance(decoder, FusedDecoder)
+    subject.control.preset = quality_presets.get(preset, subject.manifest)
+    prompt = subject.prompt(32)
+    for count in layers:
+        other = synthetic.make(replace(spec, layers=count), "cpu", lambda _step: None)
+        assert isinstance(other.decoder, FusedDecoder)
+        other.control.preset = quality_presets.get("Fast", other.manifest)
+        depth = Depth(count / spec.layers)
+        with computing(None, a.hidden, a.intermediate):
+            for number in range(rounds):
+                decoder.head = None
+                plain = answered(subject, prompt, (), None)
+                reader = SetReader(other.decoder, [*prompt, *plain.tokens], right, number)
+                decoder.draft_with(DraftModel("It", reader, other.control, other.window, 1.0))
+                drafted = answered(subject, prompt, (), depth)
+                assert drafted.tokens == plain.tokens
+                counts = subject.telemetry.answer
+                guess, read = depth._guessing, depth._reading  # pyright: ignore[reportPrivateUsage]
+                print(
+                    f"{count} of {spec.layers} layers, {preset}, {right} right: {plain.seconds / drafted.seconds:.2f}x"
+                    f" {plain.seconds / len(plain.tokens) * 1e3:.1f} ms a token, {counts.accepted} of {counts.drafted}"
+                    f" accepted, a guess takes {guess:.2f} of a token, one of a prompt {read:.2f}",
+                    flush=True,
+                )
+
+
 def synthetic_model(spec: synthetic.Spec, preset: str, right: Sequence[float], rounds: int) -> None:
     """Print how much faster answers come."""
     subject, head = synthetic.make(spec, "cpu", lambda _step: None), synthetic.head(spec)
@@ -151,7 +210,12 @@ def main() -> None:
     parser.add_argument("--right", type=float, nargs=3, default=(0.88, 0.8, 0.7))
     parser.add_argument("--preset", default="Balanced")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--drafter", type=int, nargs="+", default=())
     asked = parser.parse_args()
+    if asked.drafter:
+        spec = synthetic.Spec(asked.synthetic, asked.layers)
+        drafting_models(spec, asked.drafter, asked.preset, asked.right[0], asked.rounds)
+        return
     if asked.pack is None:
         synthetic_model(synthetic.Spec(asked.synthetic, asked.layers), asked.preset, asked.right, asked.rounds)
         return
