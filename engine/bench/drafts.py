@@ -8,7 +8,10 @@ from statistics import median
 
 import torch
 
+from ...models.errors import UsageError
 from ...models.quantities import share
+from .. import quality_presets
+from ..decoder.fused_pass import FusedDecoder
 from ..decoder.kv_cache import KVCache
 from ..events import MOST_TOGETHER, Sampling
 from ..machine.conditions import backend, computing, facts
@@ -21,6 +24,7 @@ from .speed import WARM, SpeedRun
 from .subject import Subject
 
 # A trained model's logits are so far apart that few rows of the output layer are read in full; random ones are not.
+_GUESS = RoundKey("a drafter", 1, "seconds")
 _GREEDY = Sampling(temperature=0.0)
 _ANSWER = 12  # tokens: whole passes of each size
 _RIGHT = (0.7, 0.8, 0.88)  # how often each further token is; Qwen3.6's own head is reported to reach the last two
@@ -29,11 +33,15 @@ _CALCULATED = (
     "with chance a. Making the guesses is not counted: looking up what a text repeats takes microseconds, "
     "a drafting head a share of a token's time."
 )
+_COUNTED = (
+    "Calculated: a pass of 3 takes as long as was measured, with two guesses of {name} before it, one token each, and "
+    "counts 1 + a + a² tokens where each guess is right with chance a. How often it is shows in an answer only."
+)
 _ONE = "{name} computes one token in a pass here, so that no guess can gain anything: {device}, {reason}."
 
 
-def run(subject: Subject, plan: SpeedRun, report: MeasureReport) -> ResultTable:
-    """Measure passes of one to `MOST_TOGETHER` tokens at each preset, in turns.
+def run(subject: Subject, plan: SpeedRun, report: MeasureReport, drafter: Subject | None = None) -> ResultTable:
+    """Measure passes of one to `MOST_TOGETHER` tokens at each preset, in turns, and a drafter's guesses.
 
     Raises:
         UsageError: a preset that the model cannot run, more threads than cores, or a prompt too long for the window.
@@ -42,15 +50,19 @@ def run(subject: Subject, plan: SpeedRun, report: MeasureReport) -> ResultTable:
     title, chosen = f"passes of {subject.name}", backend(subject.device)
     with computing(plan.threads, a.hidden, a.intermediate) as threads, torch.inference_mode():
         parts = [_part(subject, preset, prompt, count) for preset in presets for count in range(1, MOST_TOGETHER + 1)]
+        if drafter is not None:
+            parts.append(_guesses(drafter, prompt))
         others = Others()
         found = in_turn(parts, warm=WARM, runs=plan.runs, report=lambda done, total: report(title, done, total))
         cores = others.cores()
-    sections = [section for preset in presets for section in _sections(preset.name, found, cores)]
+    name = None if drafter is None else drafter.name
+    sections = [section for preset in presets for section in _sections(preset.name, found, cores, name)]
     several = RoundKey(presets[0].name, 2, "seconds") in found
     one = _ONE.format(name=subject.name, device=chosen.device, reason=subject.decoder.reason)
     known = {"model": subject.describe(), **facts(chosen, threads=threads, prompt=f"{plan.tokens} tokens")}
     known |= {"runs": plan.runs, "warm_up": WARM}
-    remarks = (_CALCULATED if several else one, *notes(presets, subject.manifest))
+    calculated = _CALCULATED if name is None else _COUNTED.format(name=name)
+    remarks = (calculated if several else one, *notes(presets, subject.manifest))
     return ResultTable("draft", chosen.device, known, tuple(sections), remarks)
 
 
@@ -66,6 +78,31 @@ def _part(
             passes(subject, prompt, 1, answer)
         seconds = passes(subject, prompt, count, answer)
         return {} if seconds is None else {RoundKey(preset.name, count, "seconds"): seconds}
+
+    return part
+
+
+def _guesses(drafter: Subject, prompt: Sequence[int]) -> Callable[[], Mapping[RoundKey, float]]:
+    """Tokens of a drafter, one by one, at preset Fast.
+
+    Raises:
+        UsageError: it computes them otherwise than a drafter does.
+    """
+    decoder = drafter.decoder
+    if not isinstance(decoder, FusedDecoder) or decoder.way.most == 1:
+        raise UsageError(f"{drafter.name} cannot guess tokens", f"Its own are computed otherwise: {decoder.reason}.")
+    drafter.control.preset = quality_presets.get("Fast", drafter.manifest)
+
+    def part() -> dict[RoundKey, float]:
+        kv, token = KVCache(), prompt[-1]
+        decoder.forward(prompt, kv)
+        kv.computed(prompt, drafter.control.preset)
+        began = time.perf_counter()
+        for _ in range(_ANSWER):
+            logits = decoder.few([token], kv)
+            kv.computed([token], drafter.control.preset)
+            token = int(logits.argmax())
+        return {_GUESS: (time.perf_counter() - began) / _ANSWER}
 
     return part
 
@@ -99,11 +136,12 @@ def passes(subject: Subject, prompt: Sequence[int], count: int, answer: list[int
     return seconds / done
 
 
-def _sections(name: str, found: Mapping[RoundKey, Sequence[float]], cores: float) -> list[Section]:
+def _sections(name: str, found: Mapping[RoundKey, Sequence[float]], cores: float, drafter: str | None) -> list[Section]:
     """A preset's passes as they were measured, and what follows for guesses that are right less often."""
     rows, calculated = list[Timed](), list[Timed]()
     ones = found[RoundKey(name, 1, "seconds")]
     one = Timed("one", ones, nothing := [0.0] * len(ones), tokens=1)
+    guesses = found.get(_GUESS, nothing)
     for count in range(2, MOST_TOGETHER + 1):
         if (took := found.get(RoundKey(name, count, "seconds"))) is None:
             continue
@@ -112,9 +150,12 @@ def _sections(name: str, found: Mapping[RoundKey, Sequence[float]], cores: float
         rows.append(Timed(f"{count} in a pass, all right", took, nothing, tokens=count, note=note))
         for right in _RIGHT:
             counted = sum(right**i for i in range(count))
-            each = [seconds / counted for seconds in took]
+            each = [(all_ + (count - 1) * guess) / counted for all_, guess in zip(took, guesses, strict=True)]
             called = f"{count} in a pass, {share(right)} right"
             calculated.append(Timed(called, each, nothing, peer=one.name, tokens=1))
+    if drafter is not None:
+        share_ = median(guess / alone for alone, guess in zip(ones, guesses, strict=True))
+        rows.append(Timed(f"a guess by {drafter}", guesses, nothing, tokens=1, note=f"{share_:.2f} of a token"))
     sections = [Section(f"{name}: a pass of one token, and of several", summarise([one, *rows]), cores)]
     if calculated:
         title = f"{name}: a token where not all guesses are right, calculated"

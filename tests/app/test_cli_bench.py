@@ -31,7 +31,7 @@ from floe_chat.models.packing.pack import PackSpec
 
 from .. import families
 from ..engine.test_bench_peer import FAKE_GGUF, FAKE_LLAMA
-from ..helpers import edit_json, explained, make_pack, run_cli
+from ..helpers import edit_json, explained, make_checkpoint, make_pack, run_cli
 
 QUICK = ("bench", "kernels", "--device", "cpu", "--quick", "--runs", "2", "--threads", "1")
 ROW_FIELDS = {
@@ -234,6 +234,20 @@ def test_passes_of_several_tokens_are_measured(tmp_path: Path, monkeypatch: pyte
     assert "one token in a pass here" in fields["notes"][0] and "because a test says so" in fields["notes"][0]
 
 
+def test_a_drafters_guesses_count(tiny_pack: Path, tmp_path: Path) -> None:
+    make_pack(make_checkpoint(tmp_path / "source", layers=1, seed=3), tmp_path / "small", PackSpec(), "small")
+    given = ("--draft", str(tiny_pack), "--device", "cpu", "-p", "Fast", *ONCE, "--drafter")
+    ran = run_cli("bench", "decode", *given, str(tmp_path / "small"))
+    assert (ran.code, ran.err) == (0, "")
+    fields = json.loads(ran.out.splitlines()[-1])
+    measured, calculated = (section["rows"] for section in fields["sections"])
+    one, two, guess = measured[0], measured[1], measured[-1]
+    assert guess["name"] == "a guess by small"
+    assert float(guess["note"].split()[0]) == pytest.approx(guess["ms"] / one["ms"], abs=0.006)
+    assert calculated[1]["ms"] == pytest.approx((two["ms"] + guess["ms"]) / 1.8, rel=1e-3)
+    assert "demo cannot guess tokens for tiny" in explained(run_cli("bench", "decode", *given, "demo"), 2)
+
+
 def declined(*_arguments: object) -> None:
     raise Unsupported("a test says so")
 
@@ -320,6 +334,7 @@ BAD = [
     (f"{DECODE} --tokens 100000", "leaves no room"),
     (f"{DECODE} --threads 9999", "9999 threads"),
     (f"{DECODE} --draft --peer python", "Leave out --peer"),
+    (f"{DECODE} --drafter demo", "Add --draft"),
     (f"{DECODE} --peer /nonesuch/python", "cannot be run"),
     (f"{DECODE} --peer {sys.executable}", "cannot run llama.cpp"),
     ("share demo --prompt 100000", "do not fit the window"),

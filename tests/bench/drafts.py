@@ -179,7 +179,7 @@ def synthetic_model(spec: synthetic.Spec, preset: str, right: Sequence[float], r
     assert head is not None and isinstance(decoder, FusedDecoder)
     decoder.draft_by(head, spec.dense)
     own = decoder.head
-    assert own is not None
+    assert isinstance(own, DraftHead)
     own.__class__ = SetHead
     assert isinstance(own, SetHead)
     subject.control.preset = quality_presets.get(preset, subject.manifest)

@@ -56,6 +56,7 @@ _SPEED: tuple[Option, ...] = (
 @with_dials(*_SPARED)
 @click.option("--tokens", type=click.IntRange(1), default=8, show_default=True, help="Length of the prompt, in tokens.")
 @click.option("--draft", is_flag=True, help="Time passes of several tokens instead: what guessing them may gain.")
+@click.option("--drafter", metavar="NAME|FOLDER", help="With --draft, count the time of this smaller model's guesses.")
 def decode(**options: Any) -> None:
     """Time how fast MODEL answers, token by token: whole, per layer, and until its first token.
 
@@ -101,10 +102,14 @@ def _speed(
     peer_files: Path | None,
     as_json: bool,
     draft: bool = False,
+    drafter: str | None = None,
     **given: Any,
 ) -> None:
     if draft and peer:
         raise UsageError("--draft times passes without a peer", "", "Leave out --peer.")
+    if drafter and (not draft or synthetic):
+        hint = "Name a packed model." if synthetic else "Add --draft."
+        raise UsageError("--drafter guesses for a packed model, with --draft", "", hint)
     from ....engine.bench.speed import SpeedRun
 
     rule = rule_of({name: given.pop(name) for name in _SPARED})
@@ -116,7 +121,8 @@ def _speed(
         if draft:
             from ....engine.bench import drafts
 
-            table = drafts.run(_subject(model, spec, place, report), plan, report)
+            subject = _subject(model, spec, place, report)
+            table = drafts.run(subject, plan, report, _drafter(drafter, model) if drafter else None)
         else:
             table = _measured(model, spec, place, plan, peer, peer_files, report)
     finish(table, as_json=as_json)
@@ -167,6 +173,21 @@ def _spec(name: str | None, model: str | None, widths: dict[str, int | None]) ->
     from ....engine.bench.synthetic import Spec, usual_layers
 
     return Spec(name, **{"layers": usual_layers(name), **given})
+
+
+def _drafter(name: str, model: str | None) -> Subject:
+    """The pack called `name`, in RAM.
+
+    Raises:
+        FloeError: there is none, or it cannot guess tokens for the model.
+    """
+    from ....engine.bench import subject
+    from ....engine.context import CONTEXT
+    from ....engine.planning import drafter
+    from ....models.catalog import DEMO, asset, find
+
+    folder, _ = drafter.of_packs(name, find(model or DEMO), CONTEXT)
+    return subject.from_pack(folder, "cpu", asset("calibration.txt").read_text(encoding="utf-8"))
 
 
 def _subject(model: str | None, spec: Spec | None, device: str, report: MeasureReport, beside: int = 0) -> Subject:
