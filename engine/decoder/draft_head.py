@@ -65,10 +65,9 @@ class DraftHead:
         self._model, self._norm, self._eps = ends, stream.norm, stream.eps
         self._norms = packed.embedding_norm.float(), packed.hidden_norm.float()
         self._joined = _linear(packed.joined, control)
-        vocabulary = len(ends.embedding)
         self._ends = [
-            NativeEnds(ModelEnds(ends.embedding[:rows], stream.norm, stream.eps, _first(ends.head, rows), cap=ends.cap))
-            for rows in (max(1, vocabulary // part) for part in _PARTS)
+            NativeEnds(ModelEnds(ends.embedding[:rows], stream.norm, stream.eps, first(ends.head, rows), cap=ends.cap))
+            for rows in parts(len(ends.embedding))
         ]
         try:
             self._step = NativeStep(self._layers[0].dense())
@@ -137,10 +136,7 @@ class DraftHead:
 
     def _nearest(self) -> NativeEnds:
         """Of the smallest part of the vocabulary in which nearly all of the text is."""
-        recent = self._ids[-_RECENT:]
-        return next(
-            one for one in self._ends if sum(token < one.vocabulary for token in recent) >= _NEARLY * len(recent)
-        )
+        return self._ends[nearest(parts(len(self._model.embedding)), self._ids)]
 
     def _given(self, tokens: Sequence[int], hidden: Tensor) -> Tensor:
         """What enters the layer, (T, H), by tokens and what is before each of them, (T, H)."""
@@ -195,6 +191,18 @@ def _modules(packed: PackedHead, family: Family, bits: int, embedding: Tensor, c
     return library_model.build(packed.config, family, dense, bits, experts, linear, torch.float32, "cpu", made)
 
 
+def parts(vocabulary: int) -> list[int]:
+    """How many tokens the first parts of a vocabulary have that guesses are of, the smallest first."""
+    return [max(1, vocabulary // part) for part in _PARTS]
+
+
+def nearest(sizes: Sequence[int], ids: Sequence[int]) -> int:
+    """Which of such parts is the smallest that has nearly all of a text's last tokens; the last one has all."""
+    recent = ids[-_RECENT:]
+    least = _NEARLY * len(recent)
+    return next(number for number, size in enumerate(sizes) if sum(token < size for token in recent) >= least)
+
+
 def _linear(weights: LinearWeights | Tensor, control: Control) -> nn.Module:
     if isinstance(weights, LinearWeights):
         return PackedLinear(weights, None, control)
@@ -203,8 +211,8 @@ def _linear(weights: LinearWeights | Tensor, control: Control) -> nn.Module:
     return made
 
 
-def _first(head: Projection, rows: int) -> Projection:
-    """The output layer's first rows; of two planes, the one that tells about how likely a token is."""
+def first(head: Projection, rows: int) -> Projection:
+    """An output layer's first rows; of two planes, the one that tells about how likely a token is."""
     weight, bias = head.weight, None if head.bias is None else head.bias[:rows]
     if isinstance(weight, Planes):
         weight = weight.high

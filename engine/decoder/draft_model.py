@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
+from ...kernels.cpu.native_ends import NativeEnds
 from ..events import MOST_TOGETHER
 from ..experts.moe_layer import Control
+from ..quality_presets import X_BITS_COARSE
+from .draft_head import nearest, parts
 from .kv_cache import KVCache
 
 _THIN = 4  # times as far back as it has read: from there it pays to read again
@@ -26,7 +30,16 @@ class Reader(Protocol):
         ...
 
     def few(self, ids: Sequence[int], kv: KVCache) -> Tensor:
-        """As `forward`, of at most `MOST_TOGETHER` tokens, by what computes single ones."""
+        """Of at most `MOST_TOGETHER` tokens, by what computes single ones: the stream (1, H) behind the last."""
+        ...
+
+    def ends_of(self, rows: int) -> NativeEnds:
+        """Around the layers, of the first tokens of the vocabulary, by codes of few bits."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
         ...
 
     def back(self, kv: KVCache, length: int) -> None:
@@ -45,6 +58,8 @@ class DraftModel:
     def __init__(self, name: str, decoder: Reader, control: Control, window: int, cost: float) -> None:
         self.name, self.cost = name, cost
         self._decoder, self._control, self._window = decoder, control, window
+        self._sizes = parts(decoder.vocabulary)
+        self._ends = [decoder.ends_of(rows) for rows in self._sizes]
         self._text: Sequence[int] = ()
         self._start, self._kv = 0, KVCache()  # of the text, from `_start` on
         self._ahead = 0  # tokens in `_kv` that were guesses
@@ -96,14 +111,13 @@ class DraftModel:
         tokens, chances, own = list[int](), list[float](), self._kv
         if len(self._text) != kv.length + 1 or not 0 < self.behind <= MOST_TOGETHER:
             return tokens, chances
-        some = self._text[self._start + own.length :]
+        some, ends = self._text[self._start + own.length :], self._ends[nearest(self._sizes, self._text)]
         while len(tokens) < MOST_TOGETHER - 1 and more(chances):
-            logits = self._decoder.few(some, own)[0]
+            logits = ends.logits(self._decoder.few(some, own), X_BITS_COARSE)[0].numpy()  # see `DraftHead.guess`
             own.computed(some, self._control.preset)
             self._ahead = len(tokens)
-            best = logits.max(0)
-            tokens.append(int(best.indices))
-            chances.append(1 / float((logits - best.values).exp().sum()))
+            tokens.append(int(logits.argmax()))
+            chances.append(1 / float(np.exp(logits - logits[tokens[-1]]).sum()))
             some = tokens[-1:]
         return tokens, chances
 

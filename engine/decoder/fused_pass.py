@@ -31,7 +31,7 @@ from ..sampling import Sampler
 from . import graphs
 from .card.card_ends import Ends
 from .divided import DividedPass, DividedStore, made_store
-from .draft_head import DraftHead
+from .draft_head import DraftHead, first
 from .draft_model import DraftModel
 from .finite_check import NO_PART, is_finite
 from .kv_cache import KVCache
@@ -203,7 +203,7 @@ class FusedDecoder:
 
     @torch.inference_mode()
     def few(self, ids: Sequence[int], kv: KVCache) -> Tensor:
-        """As `forward`, of as many tokens as `way.most`, which are computed as single ones are, together."""
+        """As many tokens as `way.most`, computed as single ones are, together: the stream (1, H) behind the last."""
         store, done = self._room_for(len(ids), kv), 0
         try:
             while True:
@@ -214,9 +214,19 @@ class FusedDecoder:
                 done += len(some)
                 store.length = kv.length + done
                 if done == len(ids):
-                    return self._each(stream[-1:])
+                    return stream[-1:]
         finally:
             self._step = None
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
+        return len(self._embedding)
+
+    def ends_of(self, rows: int) -> NativeEnds:
+        """What is around the layers, of the first tokens of the vocabulary, where guesses are read."""
+        head = first(projection(self._head), rows)
+        return NativeEnds(replace(self._ends(), embedding=self._embedding[:rows], head=head))
 
     def back(self, kv: KVCache, length: int) -> None:
         """Drop all but the first `length` tokens, where `few` computed the others, fewer than `way.most`: states are

@@ -129,16 +129,26 @@ class SetReader:
 
     def __init__(self, decoder: FusedDecoder, text: Sequence[int], right: float, seed: int) -> None:
         self._decoder, self._text, self._right, self._random = decoder, text, right, random.Random(seed)
-        self.forward, self.back = decoder.forward, decoder.back
+        self.forward, self.back, self.vocabulary = decoder.forward, decoder.back, decoder.vocabulary
+        self._set = 0
 
     def few(self, ids: Sequence[int], kv: KVCache) -> Tensor:
         """See `Reader`; of a text that is read from its beginning."""
-        logits = self._decoder.few(ids, kv)
         at = kv.length + len(ids)
         right = at < len(self._text) and self._random.random() < self._right
-        set_to = self._text[at] if right else 1
-        chosen = torch.zeros_like(logits)
-        chosen[0, set_to] = math.log(self._right / (1 - self._right) * logits.shape[1])
+        self._set = self._text[at] if right else 1
+        return self._decoder.few(ids, kv)
+
+    def ends_of(self, rows: int) -> SetReader:
+        """See `Reader`."""
+        self._ends = self._decoder.ends_of(self.vocabulary // 4)  # as if the text were in it, which is random
+        return self
+
+    def logits(self, stream: Tensor, bits: int) -> Tensor:
+        """See `NativeEnds`."""
+        self._ends.logits(stream, bits)
+        chosen = torch.zeros(1, self.vocabulary)
+        chosen[0, self._set] = math.log(self._right / (1 - self._right) * self.vocabulary)
         return chosen
 
 
