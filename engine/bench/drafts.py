@@ -11,6 +11,7 @@ import torch
 from ...models.errors import UsageError
 from ...models.quantities import share
 from .. import quality_presets
+from ..decoder.draft_model import DraftModel
 from ..decoder.fused_pass import FusedDecoder
 from ..decoder.kv_cache import KVCache
 from ..events import MOST_TOGETHER, Sampling
@@ -83,7 +84,7 @@ def _part(
 
 
 def _guesses(drafter: Subject, prompt: Sequence[int]) -> Callable[[], Mapping[RoundKey, float]]:
-    """Tokens of a drafter, one by one, at preset Fast.
+    """Guesses of a drafter behind a prompt, at preset Fast.
 
     Raises:
         UsageError: it computes them otherwise than a drafter does.
@@ -93,16 +94,17 @@ def _guesses(drafter: Subject, prompt: Sequence[int]) -> Callable[[], Mapping[Ro
         raise UsageError(f"{drafter.name} cannot guess tokens", f"Its own are computed otherwise: {decoder.reason}.")
     drafter.control.preset = quality_presets.get("Fast", drafter.manifest)
 
+    model, kv = DraftModel(drafter.name, decoder, drafter.control, drafter.window, 1.0), KVCache()
+    kv.computed(prompt[:-1], drafter.control.preset)
+    while model.follow(prompt, 2 * len(prompt), len(prompt)):
+        pass
+
     def part() -> dict[RoundKey, float]:
-        kv, token = KVCache(), prompt[-1]
-        decoder.forward(prompt, kv)
-        kv.computed(prompt, drafter.control.preset)
-        began = time.perf_counter()
-        for _ in range(_ANSWER):
-            logits = decoder.few([token], kv)
-            kv.computed([token], drafter.control.preset)
-            token = int(logits.argmax())
-        return {_GUESS: (time.perf_counter() - began) / _ANSWER}
+        began, made = time.perf_counter(), 0
+        while made < _ANSWER:
+            model.follow(prompt, 2 * len(prompt), len(prompt))
+            made += len(model.guess(prompt[-1], kv, lambda _likely: True)[0])
+        return {_GUESS: (time.perf_counter() - began) / made}
 
     return part
 

@@ -19,7 +19,7 @@ from .machine import Machine
 from .plan import Plan, make, widths
 from .reasons import describe
 
-_INSTEAD = "Name a smaller model of the same family with --draft (advanced.draft), or leave it out."
+_INSTEAD = "Name a smaller model of the same family with --draft (advanced.drafter), or leave it out."
 _SLOWER = 0.98  # of what a model does alone
 
 
