@@ -125,7 +125,12 @@ class SetHead(DraftHead):
 class SetReader:
     """A drafter's decoder that computes all that it would, but whose guesses are the model's answer, right as often as
     set.
+
+    Attributes:
+        model: the drafter.
     """
+
+    model: DraftModel
 
     def __init__(self, decoder: FusedDecoder, text: Sequence[int], right: float, seed: int) -> None:
         self._decoder, self._text, self._right, self._random = decoder, text, right, random.Random(seed)
@@ -133,8 +138,8 @@ class SetReader:
         self._set = 0
 
     def few(self, ids: Sequence[int], kv: KVCache) -> Tensor:
-        """See `Reader`; of a text that is read from its beginning."""
-        at = kv.length + len(ids)
+        """See `Reader`."""
+        at = self.model._start + kv.length + len(ids)  # pyright: ignore[reportPrivateUsage]
         right = at < len(self._text) and self._random.random() < self._right
         self._set = self._text[at] if right else 1
         return self._decoder.few(ids, kv)
@@ -169,7 +174,8 @@ def drafting_models(spec: synthetic.Spec, layers: Sequence[int], preset: str, ri
                 decoder.head = None
                 plain = answered(subject, prompt, (), None)
                 reader = SetReader(other.decoder, [*prompt, *plain.tokens], right, number)
-                decoder.draft_with(DraftModel("It", reader, other.control, other.window, 1.0))
+                reader.model = DraftModel("It", reader, other.control, other.window, 1.0)  # pyright: ignore[reportArgumentType]
+                decoder.draft_with(reader.model)
                 drafted = answered(subject, prompt, (), depth)
                 assert drafted.tokens == plain.tokens
                 counts = subject.telemetry.answer
