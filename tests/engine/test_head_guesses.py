@@ -35,7 +35,7 @@ class Case:
 
     @property
     def head(self) -> DraftHead:
-        assert self.loaded.decoder.head is not None
+        assert isinstance(self.loaded.decoder.head, DraftHead)
         return self.loaded.decoder.head
 
     def defined(self, text: Sequence[int], count: int, seen: int = 100) -> list[int]:
