@@ -93,12 +93,19 @@ class Depth:
         self._pace, self._chances = Pace(), [*_CHANCES, *_HEADS]
         self._right, self._guessing = _RIGHT, guessing  # of a head: guesses that are right, and what one takes
         self._reading = _READING * guessing
+        self._preset: Preset | None = None
+        self._begun = set[int]()  # guesses of passes at this preset
         self._paused = self._trials = 0
 
     def took(self, preset: Preset, guessed: int, drawn: int, seconds: float) -> None:
         """How long a pass of a token and some guesses took, or, without those, that of each token that was drawn."""
-        self._pace.observed(preset, 1 + guessed, seconds, 1 + guessed if guessed else drawn)
         self._paused += drawn
+        if preset is not self._preset:
+            self._preset, self._begun = preset, set()
+        if guessed and guessed not in self._begun:  # a card captures its graph first
+            self._begun.add(guessed)
+        else:
+            self._pace.observed(preset, 1 + guessed, seconds, 1 + guessed if guessed else drawn)
 
     def alone(self, preset: Preset, tokens: int) -> float | None:
         """Seconds of some tokens that are computed one by one, if that is known."""

@@ -296,7 +296,7 @@ def delta_one(qkv: Tensor, gates: Tensor, kept: KeptTokens, layer: int, delta: D
 
     Args:
         qkv: (1, channels + heads * D), as projected. gates: (1, 2 * heads), too. kept: where the states are,
-            at multiples of 16 bytes: the one before a token at its position modulo 2, which stays as it is.
+            at multiples of 16 bytes: the one before a token at its position modulo `kept.ring`, which stays as it is.
 
     Returns:
         (1, heads * D) of qkv's dtype.

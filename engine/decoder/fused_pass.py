@@ -6,7 +6,6 @@ Prompts use torch's operations; how single tokens are computed is chosen once (`
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -50,7 +49,7 @@ from .mixers.grouped import Part
 from .passes import TorchPass
 from .quantized_linear import in_planes
 from .state_store import StatefulStore
-from .ways import Compiled, DenseCall, Drawn, Graphs, Text, Way
+from .ways import Compiled, DenseCall, Drawn, Graphs, Text, Way, drawn_behind
 
 _log = logging.getLogger("floe_chat.engine")
 _AGAIN = 256  # tokens of a pass that looks for the values that are not finite
@@ -190,12 +189,10 @@ class FusedDecoder:
             raise IndexError(f"a token outside the vocabulary of {len(self._embedding)}")
         store = self._room_for(len(ids), kv)
         try:
-            if len(ids) == 1 and self.head is not None:
-                stream = self.way.together(ids, [self._text(store, 1, kv)])
-                self.head.saw(kv, ids, stream)
-                logits = self._each(stream)
-            elif len(ids) > 1 or (logits := self.way.token(ids[0], self._text(store, 1, kv))) is None:
+            if len(ids) > 1 or (logits := self.way.token(ids[0], self._text(store, 1, kv))) is None:
                 return self._pass(ids, store, kv.length, long=kv.long, kv=kv)
+            if self.head is not None and self.way.stream is not None:
+                self.head.saw(kv, ids, self.way.stream.clone())
         finally:
             self._step = None  # its views would keep the store's memory
         store.length = kv.length + 1
@@ -335,7 +332,7 @@ class FusedDecoder:
             store = self._room_for(most, kv)
             text = self._text(store, store.unbroken(most), kv)
             if guessed:
-                guessed = guessed[: len(text.rope) - 1]
+                guessed = guessed[: self.way.fits(len(text.rope)) - 1]
             if alone:
                 streamed = self.head is not None
                 drawn = self.way.drawn(token, text, sampler, last, guessed, streamed=streamed)
@@ -361,14 +358,9 @@ class FusedDecoder:
         """The tokens drawn behind each of these, up to the first that is not the next one, or is one of `last`; when,
         and by which streams (T, H).
         """
-        began, drawn, at = time.perf_counter(), list[int](), list[float]()
+        began = time.perf_counter()
         stream = self.way.together(tokens, _places(text)[: len(tokens)])
-        rows = self._each(stream).split(1)
-        for row, following in itertools.zip_longest(rows, tokens[1:]):
-            drawn.append(sampler.draw(row))
-            at.append(time.perf_counter() - began)
-            if drawn[-1] != following or following in last:
-                break
+        drawn, at = drawn_behind(self._each(stream), tokens[1:], sampler, last, began)
         return drawn, at, stream[: len(drawn)]
 
     @torch.inference_mode()

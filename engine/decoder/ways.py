@@ -4,6 +4,7 @@ compiled step on the CPU, or by CUDA graphs. It is chosen once; what mixers the 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -67,11 +68,13 @@ class Way:
     """By torch's operations.
 
     Attributes:
-        how: in words. most: tokens of one text, in order, that may be `together`.
+        how: in words. most: tokens of one text, in order, that may be `together`. stream: behind the last `token`,
+            (1, H), until the next one; None where nobody knows it.
     """
 
     how = "by torch's operations"
     most = 1
+    stream: Tensor | None = None
 
     def __init__(self, model: Walker) -> None:
         self._model = model
@@ -83,6 +86,10 @@ class Way:
     def token(self, _token: int, _text: Text) -> Tensor | None:
         """Logits (1, V), which the next token may overwrite. None: it goes through the layers as a prompt."""
         return None
+
+    def fits(self, tokens: int) -> int:
+        """How many of some tokens of one text, at most `most`, `drawn` computes in one pass now."""
+        return tokens
 
     def draws(self, _sampler: Sampler) -> int:
         """How many tokens `drawn` computes at most; 0 if it is not there."""
@@ -129,7 +136,8 @@ class Compiled(Way):
 
     def token(self, token: int, text: Text) -> Tensor:
         """See `Way`."""
-        return self._model.logits(self.together([token], [text]))
+        self.stream = self.together([token], [text])
+        return self._model.logits(self.stream)
 
     def draws(self, sampler: Sampler) -> int:
         """See `Way`."""
@@ -197,7 +205,7 @@ class Graphs(Way):
             self.by_layer, self.how = CardParts(layers, ends, parts), "one graph per layer and token, on each card"
             return
         try:
-            self._token, self.how = CardToken(layers, ends), "one graph per token"
+            self._token, self.how, self.most = CardToken(layers, ends), "one graph per token", MOST_TOGETHER
         except Unsupported as declined:
             self.by_layer = CardLayers(layers, ends)
             self.how = f"one graph per layer and token, because {declined}"
@@ -212,10 +220,12 @@ class Graphs(Way):
 
     def token(self, token: int, text: Text) -> Tensor | None:
         """See `Way`."""
-        count = self._model.count
+        count, self.stream = self._model.count, None
+        if (card := self._token) is not None and card.ready(count):
+            logits = card.run([token], text.rope, text.start, text.store)
+            self.stream = card.stream
+            return logits
         self._ends.rope.copy_(text.rope[0], non_blocking=True)
-        if self._token is not None and self._token.ready(count):
-            return self._token.run(token, text.start, text.store)
         if (layers := self._captured()) is None:
             return None
         layers.begin(token, text.start, text.store)
@@ -224,9 +234,33 @@ class Graphs(Way):
         added = self._model.walk(layers.step, self._ends.embedding[:1])[1]
         return layers.run(count) if added is None else layers.end(count, added)
 
+    def fits(self, tokens: int) -> int:
+        """See `Way`: one where the graph of several could not be captured."""
+        return tokens if self._token is not None and self._token.ready(self._model.count, tokens) else 1
+
     def draws(self, _sampler: Sampler) -> int:
         """See `Way`."""
         return 1
+
+    def drawn(
+        self,
+        token: int,
+        text: Text,
+        sampler: Sampler,
+        last: Sequence[int],
+        guessed: Sequence[int] = (),
+        *,
+        streamed: bool = False,
+    ) -> tuple[list[int], list[float], Tensor | None] | None:
+        """See `Way`; `fits` has been asked."""
+        if (card := self._token) is None or not guessed:
+            drawn, stream = super().drawn(token, text, sampler, last), self.stream
+            return drawn if stream is None or drawn is None or not streamed else (*drawn[:2], stream.clone())
+        began = time.perf_counter()
+        logits = card.run([token, *guessed], text.rope, text.start, text.store)
+        tokens, at = drawn_behind(logits, guessed, sampler, last, began)
+        card.count(len(tokens))
+        return tokens, at, card.stream[: len(tokens)].clone() if streamed else None
 
     def _captured(self) -> CardLayers | CardParts | None:
         """The layers' graphs with what is in force captured, if there are any."""
@@ -237,6 +271,21 @@ class Graphs(Way):
             self.by_layer, self._declined = None, str(declined)
             _log.warning("by torch's operations, because %s", declined)
         return self.by_layer
+
+
+def drawn_behind(
+    logits: Tensor, guessed: Sequence[int], sampler: Sampler, last: Sequence[int], began: float
+) -> tuple[list[int], list[float]]:
+    """The tokens drawn behind a token and some guesses, logits (T, V), up to the first that is not the next guess, or is
+    one of `last`; and when, in seconds since `began`.
+    """
+    drawn, at = list[int](), list[float]()
+    for row, following in itertools.zip_longest(logits.split(1), guessed):
+        drawn.append(sampler.draw(row))
+        at.append(time.perf_counter() - began)
+        if drawn[-1] != following or following in last:
+            break
+    return drawn, at
 
 
 def _sum(x: Tensor, added: Tensor | None) -> Tensor:

@@ -95,7 +95,8 @@ class Needs:
         dense: attention, norms, embeddings, head. up: the up projections of all layers. row: a neuron's, the longest.
         rows: of all neurons.
         kv: keys and values, of kv_bits. context: tokens whose keys and values are reserved.
-        captured: what a token's graphs take, with rope's tables for these tokens. passing: a token of a prompt.
+        captured: what a token's graphs take, with rope's tables for these tokens. states: behind a token of a text.
+        passing: a token of a prompt.
     """
 
     dense: int
@@ -140,7 +141,7 @@ class Needs:
             context=min(reserved, window),
             kv_bits=kv_bits,
             captured=_captured(sizes, min(reserved, window)),
-            states=2 * state_bytes(sizes),
+            states=state_bytes(sizes),
             passing=prompt_bytes(sizes),
         )
 
@@ -162,7 +163,7 @@ class Needs:
             context=context,
             kv_bits=kv_bits,
             captured=_captured(sizes, context),
-            states=2 * state_bytes(sizes),
+            states=state_bytes(sizes),
             passing=prompt_bytes(sizes),
         )
 
@@ -215,7 +216,7 @@ class Needs:
         """
         up, whole = self._ups(mix), mix.gpu * (self.rows // self.layers)
         uses = {"dense": self.dense, "up": up, "rows": whole, "context": self._context(), "graphs": self.captured}
-        uses |= {"states": self.states} if self.states else {}
+        uses |= {"states": self._states(mix)} if self.states else {}
         uses |= {"prompt": self._prompt(mix)} if self._prompt(mix) else {}
         if mix.gpu == self.layers:
             # As keys and values grow by copying, those of one group of layers exist twice.
@@ -241,8 +242,12 @@ class Needs:
         return DeviceShares(mix, rows, keys, window, self.kv.tokens(keys, window), uses, self.kv_bits, most)
 
     def _weights(self, mix: Mix) -> int:
-        fixed = self.dense + self.captured + self.states + self._prompt(mix)
+        fixed = self.dense + self.captured + self._states(mix) + self._prompt(mix)
         return fixed + self._ups(mix) + mix.gpu * (self.rows // self.layers)
+
+    def _states(self, mix: Mix) -> int:
+        """Of one text: where all layers are on the card, behind each of some tokens that are computed together."""
+        return self.states * (1 + MOST_TOGETHER if mix.gpu == self.layers else 2)
 
     def _prompt(self, mix: Mix) -> int:
         """What a part of a prompt takes beyond what is kept free anyway."""

@@ -88,13 +88,15 @@ class KeptTokens:
     """Where what is kept of the tokens so far is, in the device's memory: no launch depends on their number.
 
     Attributes:
-        addresses: (L,) int64, of each layer's entries (C, *entry), or of its states (2, numbers) float32. position:
-            (1,) int64, of the new token. aligned: bytes that divide every address, at most 16.
+        addresses: (L,) int64, of each layer's entries (C, *entry), or of its states (ring, numbers) float32. position:
+            (1,) int64, of the new token. aligned: bytes that divide every address, at most 16. ring: how many states
+            a layer has: the one before a token is at its position modulo this.
     """
 
     addresses: Tensor
     position: Tensor
     aligned: int = 16
+    ring: int = 2
 
     def there(self, layer: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A layer's memory, on the CPU."""
@@ -104,8 +106,8 @@ class KeptTokens:
 
     def states(self, layer: int, numbers: int) -> tuple[Tensor, Tensor]:
         """A layer's states (numbers,) before and behind the token, on the CPU."""
-        both, odd = self.there(layer, (2, numbers), torch.float32), int(self.position) % 2
-        return both[odd], both[1 - odd]
+        states, position = self.there(layer, (self.ring, numbers), torch.float32), int(self.position)
+        return states[position % self.ring], states[(position + 1) % self.ring]
 
 
 def attend(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, eps: float) -> Tensor:

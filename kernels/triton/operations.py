@@ -181,7 +181,9 @@ def moe_step(
 def experts_step(
     x: Tensor, layer: ExpertLayer, index: Tensor, weights: Tensor, stream: Tensor | None, x_bits: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`select` and `moe_step` with one launch less, and the stream added; see `kernels.experts_step`."""
+    """`select` and `moe_step` with one launch less, and the stream added; see `kernels.experts_step`. Each token's result
+    is, to the last bit, what it is alone.
+    """
     signal, limits, ready = layer.signal, layer.limits, None
     device, count = x.device, index.numel() * layer.rule.parts
     if limits.late is not None or not signal_vector(*_parts(signal)).chunked:
@@ -191,7 +193,8 @@ def experts_step(
         counts = torch.empty(count, 2, dtype=torch.int64, device=device)
         work, ready = _begun(x.contiguous(), layer, index, weights, x_bits, counts)
     into = Into(torch.empty_like(x if stream is None else stream), counts[:, 1], stream)
-    _step(x, signal, layer.rows, work.calls, (work.thresholds, work.products), x_bits, counts, into, ready)
+    given = work.calls, (work.thresholds, work.products), x_bits, counts, into, ready
+    _step(x, signal, layer.rows, *given, each=count // max(1, len(x)))
     return into.y, counts, work.thresholds
 
 
@@ -230,12 +233,13 @@ def _step(
     counts: Tensor,
     into: Into,
     ready: Tensor | None = None,
+    each: int | None = None,
 ) -> None:
-    """counts (P, 2), of which `into` has the second, begin at 0."""
+    """counts (P, 2), of which `into` has the second, begin at 0. each: see `swiglu`."""
     marks, v, ready = find(x, signal, calls, thresholds[0], x_bits, ready)
     begins, ends = torch.empty(2, len(counts), dtype=torch.int64, device=x.device)
     active = List(begins, ends, marks, v, v.shape[1], counts=counts)
-    swiglu(x, rows, calls, active, thresholds[1], x_bits, into, ready)
+    swiglu(x, rows, calls, active, thresholds[1], x_bits, into, ready, each)
 
 
 def _parts(signal: SignalWeights) -> tuple[SignalLayout, Tensor, Tensor, Tensor]:

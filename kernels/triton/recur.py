@@ -26,7 +26,7 @@ def delta_one(qkv: Tensor, gates: Tensor, kept: KeptTokens, layer: int, delta: D
     launch.check_device(qkv.device)
     taps, channels = delta.conv.shape
     group, keys, values = delta.heads // delta.shared, delta.key_dim, delta.value_dim
-    shape = DeltaShape(delta.heads, group, keys, values, taps, channels, delta.eps)
+    shape = DeltaShape(delta.heads, group, keys, values, taps, channels, delta.eps, kept.ring)
     tile = triton.next_power_of_2(keys), triton.next_power_of_2(values)
     y = torch.empty(1, delta.heads * values, dtype=qkv.dtype, device=qkv.device)
     with launch.on(qkv.device):
@@ -51,6 +51,6 @@ def convolve_one(given: Tensor, kept: KeptTokens, layer: int, mixer: Convolution
     with launch.on(given.device):
         convolve_kernel[(triton.cdiv(channels, block),)](
             *(given, kept.addresses, kept.position, mixer.conv, mixer.bias if biased else given, y, layer),
-            *(taps, channels, biased, block),
+            *(taps, channels, biased, kept.ring, block),
         )
     return y

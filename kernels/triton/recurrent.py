@@ -4,8 +4,8 @@
 """One token of the mixers that keep a state: the gated delta rule, and the short convolution.
 
 As in attention.py, the position and the address of the layer's states are read from device memory, so that a captured
-launch serves every token. The state before the token is at its position modulo 2 and the one behind it goes to the
-other place: no program reads what another one writes. One program computes a head with its whole state in registers,
+launch serves every token. States lie in a ring: the one before the token is at its position modulo their number, the
+one behind it goes to the next place, and no program reads what another one writes. One program computes a head with its whole state in registers,
 which is read once and written once; heads that share queries and keys compute these each for themselves.
 """
 
@@ -22,7 +22,8 @@ class DeltaShape(NamedTuple):
     """The sizes of a gated delta rule, as in `mixers.delta.Delta`; all of it becomes constants of the compiled kernel.
 
     Attributes:
-        group: heads of values that share one of queries and keys. channels: of the convolution.
+        group: heads of values that share one of queries and keys. channels: of the convolution. ring: of how many
+            states a layer has.
     """
 
     heads: int
@@ -32,14 +33,15 @@ class DeltaShape(NamedTuple):
     taps: int
     channels: int
     eps: float
+    ring: int
 
 
 @device_code()
-def states_of(addresses, position, layer, NUMBERS: tl.constexpr):
+def states_of(addresses, position, layer, NUMBERS: tl.constexpr, RING: tl.constexpr):
     """Where a layer's states of NUMBERS numbers before and after the token are."""
     states = tl.multiple_of(tl.load(addresses + layer).to(tl.pointer_type(tl.float32)), 16)
-    odd = tl.load(position) % 2
-    return states + odd * NUMBERS, states + (1 - odd) * NUMBERS
+    place = tl.load(position) % RING
+    return states + place * NUMBERS, states + (place + 1) % RING * NUMBERS
 
 
 @device_code()
@@ -83,7 +85,8 @@ def delta_kernel(
     head = tl.program_id(0)
     window: tl.constexpr = (A.taps - 1) * A.channels
     numbers: tl.constexpr = window + A.heads * A.key_dim * A.value_dim
-    before, after = states_of(addresses, position, layer, numbers)
+    ring: tl.constexpr = A.ring
+    before, after = states_of(addresses, position, layer, numbers, ring)
     k = tl.arange(0, KEYS)
     d = tl.arange(0, VALUES)
     in_key = k < A.key_dim
@@ -118,11 +121,11 @@ def delta_kernel(
 @device_code("layer")
 def convolve_kernel(
     given, addresses, position, conv, bias, y, layer,
-    TAPS: tl.constexpr, CHANNELS: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr,
+    TAPS: tl.constexpr, CHANNELS: tl.constexpr, BIASED: tl.constexpr, RING: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """y (H): a block of channels of c * conv(b * x), where given (3 H) is b, c and x."""
     numbers: tl.constexpr = (TAPS - 1) * CHANNELS
-    before, after = states_of(addresses, position, layer, numbers)
+    before, after = states_of(addresses, position, layer, numbers, RING)
     c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = c < CHANNELS
     now = tl.load(given + c, mask=live, other=0.0).to(tl.float32)

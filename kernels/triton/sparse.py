@@ -118,11 +118,13 @@ def swiglu(
     x_bits: int,
     into: Into,
     ready: Tensor | None = None,
+    each: int | None = None,
 ) -> None:
     """Add up the active neurons' rows.
 
     Args:
-        ready: see `launch.spread`.
+        ready: see `launch.spread`. each: calls of each token, where one token's are behind another's: sums are then in
+            the order of a token that is alone.
     """
     device, count, hidden = x.device, calls.tokens.numel(), x.shape[1]
     launch.check_device(device)
@@ -134,7 +136,7 @@ def swiglu(
     other, down = record_vectors(rows.layout, rows.data)
     width = launch.block_of(down.words)
     columns = triton.cdiv(down.words, width)
-    slices = launch.slices_of(device, columns * count)
+    slices = launch.slices_of(device, columns * (each or count))
     room, groups = active.found.numel(), 0
     if active.counts is not None:
         room, groups = active.values.numel(), triton.next_power_of_2(room // (TOGETHER.value * count))
@@ -159,6 +161,6 @@ def swiglu(
             num_warps=1,
         )
         combine_kernel[(x.shape[0], triton.cdiv(hidden, launch.COMBINE_COLUMNS))](
-            *(calls.tokens, partial, y if stream is None else stream, y, count, hidden, stream is not None, slices),
-            *(launch.COMBINE_ROWS, launch.COMBINE_COLUMNS),
+            *(calls.tokens, partial, y if stream is None else stream, y, each or count, hidden, stream is not None),
+            *(each is not None, slices, launch.COMBINE_ROWS, launch.COMBINE_COLUMNS),
         )

@@ -244,18 +244,20 @@ def _record(h, place, at, end):
 @device_code("calls", "hidden")
 def combine_kernel(
     tokens, partial, stream, y, calls, hidden,
-    ADD: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """y (B, H): the partial sums of every token's calls, in their order; zero for a token without one. ADD: to the
-    stream (B, H).
+    stream (B, H). EACH: `calls` are those of each token, one token's behind another's; else of all tokens.
     """
     token = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     within = column < hidden
     total = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, calls * PARTS, ROWS):  # rows without their calls: nobody waits to know whose a row is
+    begin = token * calls * PARTS if EACH else 0
+    end = begin + calls * PARTS
+    for start in range(begin, end, ROWS):  # rows without their calls: nobody waits to know whose a row is
         row = start + tl.arange(0, ROWS)
-        there = row < calls * PARTS
+        there = row < end
         mine = there & (tl.load(tokens + row // PARTS, mask=there, other=-1) == token)
         at = row.to(tl.int64)[:, None] * hidden + column[None, :]
         total += tl.sum(tl.load(partial + at, mask=mine[:, None] & within[None, :], other=0.0), 0)

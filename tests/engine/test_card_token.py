@@ -332,13 +332,13 @@ def test_the_fake_card_sees_what_a_replay_would_not(
 ) -> None:
     """A number of Python's that is another, or a tensor that is."""
     state: dict[str, Any] = {"number": 1.0, "tensor": torch.zeros(1)}
-    token = card_token._Form.token  # pyright: ignore[reportPrivateUsage]
+    through = card_token._Form.through  # pyright: ignore[reportPrivateUsage]
 
     def faulty(*given: Any) -> Tensor:
-        logits = token(*given)
-        return logits * state["number"] if what == "same numbers" else logits + state["tensor"]
+        stream = through(*given)
+        return stream * state["number"] if what == "same numbers" else stream + state["tensor"]
 
-    monkeypatch.setattr(card_token._Form, "token", faulty)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(card_token._Form, "through", faulty)  # pyright: ignore[reportPrivateUsage]
     loaded = load(tiny_pack, None, "cpu", silent)[0]
     feed(loaded, [1])
     state.update(number=2.0, tensor=torch.ones(1))
@@ -402,7 +402,7 @@ def test_a_token_on_a_gpu_waits_once() -> None:
     loaded, kv = on_gpu(), KVCache()
     feed(loaded, IDS, kv)
     loaded.control.counting = True
-    captured, waits = form_of(loaded).captured, list[int]()
+    captured, waits = form_of(loaded).captured[1], list[int]()
     wait = captured.wait
 
     def once() -> None:

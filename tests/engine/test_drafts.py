@@ -62,10 +62,11 @@ def test_as_many_as_pay() -> None:
     assert not depth.worth(guess, PRESET)  # a token's time is not known
     depth.took(PRESET, 0, 40, 40.0)
     assert depth.worth(guess, PRESET) == [7, 8, 9] and not depth.worth(guess, a_preset("", 0.0))
+    depth.took(PRESET, 3, 1, 400.0)  # the first pass of four captured its graph
     for _ in range(4):
         depth.took(PRESET, 3, 1, 3.9)  # four together are hardly faster
     assert depth.worth(guess, PRESET) == [7, 8]  # three were not tried
-    for _ in range(6):
+    for _ in range(7):
         depth.took(PRESET, 2, 3, 3.3)
         depth.took(PRESET, 1, 2, 1.4)
     assert depth.worth(guess, PRESET) == [7]

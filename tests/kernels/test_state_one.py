@@ -107,7 +107,9 @@ def given_of(mixer: Delta | Convolution, dtype: torch.dtype) -> tuple[Tensor, ..
 def kept_of(states: list[Tensor], position: int) -> KeptTokens:
     device = states[0].device
     return KeptTokens(
-        torch.tensor([each.data_ptr() for each in states], device=device), torch.tensor([position], device=device)
+        torch.tensor([each.data_ptr() for each in states], device=device),
+        torch.tensor([position], device=device),
+        ring=len(states[0]),
     )
 
 
@@ -117,26 +119,28 @@ def call(subject: Subject, given: tuple[Tensor, ...], kept: KeptTokens, mixer: D
     return operation(*there, kept, LAYER, subject.there(mixer)).cpu()
 
 
-@covering({"on_backend": WHERE, "case": list(CASES)}, {"position": [0, 7, (1 << 33) + 1]})
-def test_tokens_one_after_the_other_are_the_definition(case: str, position: int, on_backend: Subject) -> None:
+@covering({"on_backend": WHERE, "case": list(CASES)}, {"position": [0, 7, (1 << 33) + 1], "ring": [2, 5]})
+def test_tokens_one_after_the_other_are_the_definition(
+    case: str, position: int, ring: int, on_backend: Subject
+) -> None:
     torch.manual_seed(position % 97)
     sizes = CASES[case]
     mixer, dtype, device = sizes.mixer(), sizes.dtype, on_backend.device
-    states = [torch.full((2, mixer.state), NAN, device=device) for _ in range(LAYERS)]
+    states = [torch.full((ring, mixer.state), NAN, device=device) for _ in range(LAYERS)]
     first = mixer.state - mixer.heads * mixer.key_dim * mixer.value_dim if isinstance(mixer, Delta) else mixer.state
     before = torch.randn(mixer.state)
     before[:first] = before[:first].to(dtype).float()  # those were projected
-    states[LAYER][position % 2] = before.to(device)
+    states[LAYER][position % ring] = before.to(device)
     limit = (LIMITS if on_backend.name == "triton" else ROUNDED)[dtype]
     for at in range(position, position + 3):
-        given, before = given_of(mixer, dtype), states[LAYER][at % 2].cpu()
-        states[LAYER][1 - at % 2] = NAN
+        given, before = given_of(mixer, dtype), states[LAYER][at % ring].cpu()
+        states[LAYER][(at + 1) % ring] = NAN
         expected, after = truth(given, before, mixer)
         y = call(on_backend, given, kept_of(states, at), mixer)
         assert y.dtype == dtype and y.shape == expected.shape
         assert relative_rms(y, expected) <= limit
-        assert relative_rms(states[LAYER][1 - at % 2].cpu(), after) <= limit
-        assert torch.equal(states[LAYER][at % 2].cpu(), before), "a token that breaks off would have lost the state"
+        assert relative_rms(states[LAYER][(at + 1) % ring].cpu(), after) <= limit
+        assert torch.equal(states[LAYER][at % ring].cpu(), before), "a token that breaks off would have lost the state"
         assert all(bool(states[other].isnan().all()) for other in range(LAYERS) if other != LAYER)
 
 

@@ -28,7 +28,7 @@ class Ends:
     """What comes before the layers and after them.
 
     Attributes:
-        embedding: (V, H). rope: (2, D), or (numbers,) of several kinds of heads, of the token's position, which whoever
+        embedding: (V, H). rope: (2, D), or (numbers,) of several kinds of heads, of a token's position, which whoever
             runs it writes. norm: the last one, with its eps. head: to V logits. scale: of the embedding. cap: of
             logits, see `ModelEnds`.
     """
@@ -41,17 +41,17 @@ class Ends:
     scale: float = 1.0
     cap: float | None = None
 
-    def stream(self, token: Tensor) -> Tensor:
-        """A token (1,) -> (1, H) before the first layer."""
-        return embedded(token, self.embedding, self.scale)
+    def stream(self, tokens: Tensor) -> Tensor:
+        """Tokens (T,) -> (T, H) before the first layer."""
+        return embedded(tokens, self.embedding, self.scale)
 
     def logits(self, last: Tensor) -> Tensor:
-        """(1, H) after the last layer -> (1, V) float32."""
+        """(T, H) after the last layer -> (T, V) float32."""
         return capped(through(self.head, last, norm=(self.norm, self.eps)).float(), self.cap)
 
-    def pinned_logits(self) -> Tensor:
-        """Where the host reads them, (1, V) float32."""
-        return pinned(1, len(self.embedding), dtype=torch.float32, device=self.embedding.device)
+    def pinned_logits(self, tokens: int = 1) -> Tensor:
+        """Where the host reads those of so many tokens, (T, V) float32."""
+        return pinned(tokens, len(self.embedding), dtype=torch.float32, device=self.embedding.device)
 
 
 class CardHead:

@@ -40,72 +40,97 @@ from .card_experts import CardExperts
 
 _log = logging.getLogger("floe_chat.engine")
 _SLOWER = "Answers are slower at this quality"
-_ID, _POSITION, _COUNTING, _ADDRESSES = range(4)
+_ALIGNED = 16  # bytes: what Triton's kernels know of an address
 
 
 class TokenRecord:
-    """What differs between tokens: in pinned memory, and where a captured copy brings it.
+    """What differs between passes of a token, or of some of one text: in pinned memory, and where a captured copy brings
+    it.
+
+    Args:
+        most: tokens of a pass.
 
     Attributes:
-        token, times, kept: on the device: the id (1,), whether it is counted (1,), and where what is kept is.
+        tokens, times, kept: on the device: the ids (most,), whether they are counted (1,), and of each token where what
+            is kept is.
     """
 
-    def __init__(self, layers: Sequence[DecoderLayer], device: torch.device) -> None:
-        self._pinned = pinned(_ADDRESSES + len(layers), dtype=torch.int64, device=device)
+    def __init__(self, layers: Sequence[DecoderLayer], device: torch.device, most: int = 1) -> None:
+        self._most, self._addresses = most, 2 * most + 1
+        self._pinned = pinned(self._addresses + len(layers), dtype=torch.int64, device=device)
         self._written: Any = self._pinned.numpy()
         self._there = torch.zeros_like(self._pinned, device=device)
-        self.token, self.times = self._there[_ID:_POSITION], self._there[_COUNTING:_ADDRESSES]
+        self.tokens, positions, self.times, addresses = self._there.split([most, most, 1, len(layers)])
         heads = [each for each in (layer.mixer.attending for layer in layers) if each is not None]
         # Entries of layers, which may differ, lie one behind the other.
         aligned = math.gcd(16, *(math.prod(each.entry) * each.cache_dtype.itemsize for each in heads))
-        self.kept = KeptTokens(self._there[_ADDRESSES:], self._there[_POSITION:_COUNTING], aligned)
+        self.kept = [KeptTokens(addresses, one, aligned, 1 + most) for one in positions.split(1)]
         self._version = -1, 0  # of the store whose addresses these are
 
-    def write(self, token: int, position: int, store: GrowingStore, *, counting: bool) -> None:
-        """For the next token; the device has done the last one."""
+    def write(self, tokens: Sequence[int], position: int, store: GrowingStore, *, counting: bool) -> None:
+        """For the next tokens, of which the first has that position; the device has done the last pass."""
         if (version := store.version()) != self._version:
-            self._written[_ADDRESSES:] = store.addresses()
+            self._written[self._addresses :] = store.addresses()
             self._version = version
-        self._written[:_ADDRESSES] = token, position, counting
+        self._written[: len(tokens)] = tokens
+        self._written[self._most : self._addresses] = *range(position, position + self._most), counting
 
     def rehearse(self, layers: Sequence[DecoderLayer], device: torch.device) -> list[Tensor]:
-        """Write a token that is not counted, with an entry, and states, for all layers that no conversation has;
+        """Write tokens that are not counted, with entries, and states, for all layers that no conversation has;
         returns these.
         """
         heads = [layer.mixer.attending for layer in layers]
         most = max((each for each in heads if each is not None), key=lambda each: math.prod(each.entry))
-        entry = torch.empty(1, *most.entry, dtype=most.cache_dtype, device=device)
-        states = torch.zeros(2, max(layer.mixer.state for layer in layers), device=device)
-        self._written[:_ADDRESSES], self._version = 0, (-1, 0)
-        self._written[_ADDRESSES:] = [(states if layer.mixer.state else entry).data_ptr() for layer in layers]
-        return [entry, states]
+        entries = torch.empty(self._most, *most.entry, dtype=most.cache_dtype, device=device)
+        states = torch.zeros(1 + self._most, max(layer.mixer.state for layer in layers), device=device)
+        self._written[:], self._version = 0, (-1, 0)
+        self._written[self._most : 2 * self._most] = range(self._most)
+        self._written[self._addresses :] = [(states if layer.mixer.state else entries).data_ptr() for layer in layers]
+        return [entries, states]
 
     def read(self) -> None:
         """Bring it to the device: a part of what is captured."""
         self._there.copy_(self._pinned, non_blocking=True)
 
 
-def before_experts(layer: DecoderLayer, index: int, stream: Tensor, rope: Tensor, kept: KeptTokens) -> Stepped:
+def before_experts(
+    layer: DecoderLayer, index: int, stream: Tensor, ropes: Sequence[Tensor], kept: Sequence[KeptTokens]
+) -> Stepped:
     """`kernels.step.dense_step` with nothing that depends on the position but in the device's memory.
 
+    Of several tokens, in order, each one's result is to the last bit what it is alone: weights are read once for all,
+    and the mixer computes one token after the other.
+
     Args:
-        stream: (1, H) all that was computed before. rope: see `Ends`. index: the layer's number.
+        stream: (T, H) all that was computed before. ropes, kept: of each token, see `Ends`. index: the layer's number.
     """
     mixer, norm = layer.mixer, (layer.input_layernorm, layer.eps)
     given = through(layer.first, stream, norm=norm)
     if isinstance(mixer, Delta):
         assert isinstance(mixer.gates.weight, Tensor), "gates are numbers"
         gates = kernels.plain(norm[0](stream, norm[1]), mixer.gates.weight, mixer.gates.bias)
-        seen = kernels.delta_one(given, gates, kept, index, mixer)
+        each = zip(_rows(given), _rows(gates), kept, strict=False)
+        parts = [kernels.delta_one(row, gate, place, index, mixer) for row, gate, place in each]
     elif isinstance(mixer, Convolution):
-        seen = kernels.convolve_one(given, kept, index, mixer)
+        parts = [
+            kernels.convolve_one(row, place, index, mixer) for row, place in zip(_rows(given), kept, strict=False)
+        ]
     elif isinstance(mixer, LatentParts):
-        seen = kernels.latent_one(*mixer.asking(given), rope, kept, index, mixer.record())
+        record, each = mixer.record(), zip(*map(_rows, mixer.asking(given)), ropes, kept, strict=False)
+        parts = [kernels.latent_one(asked, row, rope, place, index, record) for asked, row, rope, place in each]
     else:
-        seen = kernels.attend_one(given, rope, kept, index, mixer, layer.eps)
+        each = zip(_rows(given), ropes, kept, strict=False)
+        parts = [kernels.attend_one(row, rope, place, index, mixer, layer.eps) for row, rope, place in each]
+    seen = parts[0] if len(parts) == 1 else torch.cat(parts)
     if layer.sandwich is not None:
         return layer.stepped(layer.mixed(stream, through(layer.out, seen)))
     return layer.stepped(through(layer.out, seen, added=stream))
+
+
+def _rows(x: Tensor) -> Sequence[Tensor]:
+    """Each row (1, N), which begins as x does: where another one's address divides, kernels load and add otherwise."""
+    rows = x.split(1)
+    return rows if len(rows) == 1 or x.stride(0) * x.itemsize % _ALIGNED == 0 else [row.clone() for row in rows]
 
 
 def need_kernels(device: torch.device) -> None:
@@ -133,7 +158,7 @@ class CardLayers:
         self, layers: Sequence[DecoderLayer], ends: Ends, inbox: Tensor | None = None, *, alone: bool = True
     ) -> None:
         embedding = ends.embedding if inbox is None else inbox
-        self._layers, self._ends, self._rope, self._device = layers, ends, ends.rope, embedding.device
+        self._layers, self._ends, self._ropes, self._device = layers, ends, [ends.rope], embedding.device
         self._inbox, self._alone = inbox, alone
         need_kernels(self._device)
         self.head, self._count = CardHead(ends), len(layers)
@@ -187,10 +212,10 @@ class CardLayers:
     def _work(self, index: int) -> tuple[Tensor, ...]:
         if index == 0:
             self._record.read()
-            stream = self._ends.stream(self._record.token) if self._inbox is None else self._inbox
+            stream = self._ends.stream(self._record.tokens) if self._inbox is None else self._inbox
         else:
             stream = self._behind(index - 1)
-        stepped = before_experts(self._layers[index], index, stream, self._rope, self._record.kept)
+        stepped = before_experts(self._layers[index], index, stream, self._ropes, self._record.kept)
         if self._experts is not None and self._pooled[index] is not None:
             self._experts.find(index, stepped.hidden, *stepped.routed)
         parallel = () if stepped.parallel is None else (stepped.parallel,)
@@ -203,7 +228,7 @@ class CardLayers:
         experts, stepped, following = self._experts, self._stepped(index), index + 1
         assert experts is not None, "not pooled"
         if predictor.attends:
-            given = self._behind(index), self._rope, self._record.kept
+            given = self._behind(index), self._ropes, self._record.kept
             guess = before_experts(self._layers[following], following, *given).hidden
         else:
             guess = predictor.guess(experts.number(index), stepped.hidden, None)
@@ -222,7 +247,7 @@ class CardLayers:
 
     def begin(self, token: int, position: int, store: GrowingStore) -> None:
         """The next steps are of this token, after `prepare`. The device has done the last one: its logits were read."""
-        self._record.write(token, position, store, counting=False)
+        self._record.write([token], position, store, counting=False)
 
     def prepare(self) -> None:
         """Capture what the preset in force needs, and where rows are now. In inference mode, as all that follows.

@@ -250,7 +250,7 @@ def call_states(dtype: torch.dtype) -> None:
     """Delta rules like Qwen3-Next's, and a convolution like LFM2's."""
     conv, sizes = torch.empty(4, 8192, dtype=dtype), torch.empty(32)
     delta = Delta(32, 16, 128, 128, conv, sizes, sizes, torch.empty(128), 1e-6, Projection(sizes))
-    kernels.delta_one(torch.empty(1, 12288, dtype=dtype), torch.empty(1, 64, dtype=dtype), kept(), 3, delta)
+    kernels.delta_one(torch.empty(1, 12288, dtype=dtype), torch.empty(1, 64, dtype=dtype), kept(ring=5), 3, delta)
     short = Convolution(torch.empty(3, 2048, dtype=dtype))
     kernels.convolve_one(torch.empty(1, 6144, dtype=dtype), kept(), 3, short)
 
@@ -267,9 +267,9 @@ def call_latent(dtype: torch.dtype, *, few: bool) -> None:
         kernels.latent_one(asked, given, torch.empty(2, 64, dtype=dtype), kept(), 3, latent)
 
 
-def kept() -> KeptTokens:
+def kept(ring: int = 2) -> KeptTokens:
     """Addresses that nobody goes to."""
-    return KeptTokens(torch.zeros(32, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    return KeptTokens(torch.zeros(32, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), ring=ring)
 
 
 def untouched(*shape: int) -> Tensor:

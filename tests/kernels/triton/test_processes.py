@@ -48,6 +48,7 @@ SAMPLE = {
     "parts_of_a_step": "1_1_1_1 or 3_7_40_20",
     "a_step_is_the_formula": "odd",
     "a_step_that_selects": "all",
+    "of_a_step_are_each": "columns",
     "joined_with_its_neighbours": "640-rms-dtype1 or 640-layer or 17-64-rms or 5-130 or 4-64",
     "all_experts_at_once_are": "odd or bfloat16",
 }

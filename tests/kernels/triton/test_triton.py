@@ -9,7 +9,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from floe_chat.kernels import backend, reference
+from floe_chat.kernels import backend, maker, reference
 from floe_chat.kernels import triton as kernels
 from floe_chat.kernels.codes import packed_bytes
 from floe_chat.kernels.layouts import VectorLayout
@@ -152,6 +152,35 @@ def test_a_step_that_selects_is_both_and_the_stream(
     y, counts, thresholds = kernels.experts_step(x, experts, index, weights, stream, 8)
     assert torch.equal(counts, stated) and torch.equal(thresholds, work.thresholds) and y.dtype == dtype
     assert relative_rms(y, stream + wanted) <= (1e-6 if dtype == torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "weighed", "dtype"),
+    [(320, False, torch.bfloat16), (130, True, torch.float32), (192, True, torch.float32)],
+    ids=["words", "columns", "both thresholds"],
+)
+def test_tokens_of_a_step_are_each_as_by_itself(
+    hidden: int, weighed: bool, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(maker, "processors", lambda _device: 3)  # so that sums are cut
+    layer, tokens = layer_on(device, (4, 12, hidden, 64 if hidden % 64 == 0 else 26), (3, 4, 4)), 2
+    x = make_x(tokens, hidden, dtype).to(device)
+    weight = torch.randn(4, hidden).to(device, dtype)
+    index, weights = kernels.route(x, Router(weight, 2, norm_topk_prob=True, dtype=dtype))
+    limits = torch.full((4,), 0.1, device=device)
+    rule = Rule(drop=0.4, major=0.9, weighed=True) if weighed else Rule(sparsity=0.3)
+    if rule.parts == 2:
+        index = index // 2
+    experts = ExpertLayer(layer.stored, layer.rows, Limits(limits, 0.2 * limits if weighed else None), rule)
+    found = kernels.experts_step(x, experts, index, weights, x.flip(1), 22)
+    each = [
+        kernels.experts_step(x[i : i + 1], experts, index[i : i + 1], weights[i : i + 1], x[i : i + 1].flip(1), 22)
+        for i in range(tokens)
+    ]
+    assert found[1].sum() > 4 and (found[0] - x.flip(1)).abs().amax(1).min() > 0
+    assert all(torch.equal(whole, torch.cat(parts)) for whole, parts in zip(found, zip(*each, strict=True), strict=True))
+    chosen = [kernels.route(x[i : i + 1], Router(weight, 2, norm_topk_prob=True, dtype=dtype)) for i in range(tokens)]
+    assert torch.equal(weights, torch.cat([one[1] for one in chosen]))
 
 
 def test_blocks_stay_within_their_memory() -> None:
