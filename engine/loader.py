@@ -23,7 +23,7 @@ from ..models.families import family_of
 from ..models.modules import library_model, light_modules
 from ..models.pack import usage_file
 from ..models.pack.manifest import FILE_NAME, Manifest, file_entry
-from ..models.pack.packed_model import PackedLayer, PackedModel
+from ..models.pack.packed_model import PackedModel
 from ..models.transformers_import import import_model_code
 from . import quality_presets
 from .context import CONTEXT
@@ -49,6 +49,7 @@ from .parallel.spread import Spread
 from .parallel.spread_layer import SpreadLayer
 from .planning import drafter
 from .planning.footprint import Footprint
+from .planning.memory_plan import HEAD
 from .planning.opened_pack import Asked
 from .planning.several.placement import Placement
 from .telemetry import Telemetry
@@ -152,7 +153,8 @@ def load(
     if isinstance(advanced.draft, str):
         _draft_with(advanced.draft, decoder, pack, control, report, alone=spread is None)
     if advanced.draft and spread is None and isinstance(decoder, FusedDecoder) and decoder.head is None:
-        _draft(decoder, pack.packed)
+        shares = pack.placement.first.shares
+        _draft(decoder, pack.packed, room=shares.place != "gpu" or HEAD in shares.uses)
     if shared is not None:
         report("Filling the pool of rows", 1.0)
         experts.join(model, shared, decoder)
@@ -294,10 +296,14 @@ def _draft_with(name: str, decoder: Decoder, pack: Opened, control: Control, rep
         _log.warning("no guesses by %s: %s", name, why)
 
 
-def _draft(decoder: FusedDecoder, packed: PackedModel) -> None:
-    """Guess further tokens by the pack's drafting head, if it has one that can be used here."""
+def _draft(decoder: FusedDecoder, packed: PackedModel, *, room: bool) -> None:
+    """Guess further tokens by the pack's drafting head, if it has one that can be used here. room: whether its memory
+    is planned.
+    """
     head, why = packed.head(), packed.headless
-    if head is not None:
+    if head is not None and not room:
+        why = "the card has no memory left for it"
+    elif head is not None:
         try:
             decoder.draft_by(head, packed.manifest.widths.dense)
         except (Unsupported, PackError) as declined:
@@ -356,9 +362,9 @@ class _Linear:
         self.nbytes = 0
 
     def __call__(self, weights: LinearWeights, bias: nn.Parameter | None) -> PackedLinear:
-        q, scale, zero = (part.to(self._place) for part in (weights.q, weights.scale, weights.zero))
-        self.nbytes += q.nbytes + scale.nbytes + zero.nbytes
-        return PackedLinear(replace(weights, q=q, scale=scale, zero=zero), bias, self._control)
+        weights = weights.there(self._place)
+        self.nbytes += weights.q.nbytes + weights.scale.nbytes + weights.zero.nbytes
+        return PackedLinear(weights, bias, self._control)
 
 
 class _Experts:
@@ -389,7 +395,7 @@ class _Experts:
         part, shared = self._pack.placement.parts[number], self._offloads[number]
         mix = part.choice.shares.mix
         where = "gpu" if mix is None else mix.places[index - part.layers.start]
-        layer = _to(rows, part.choice.place, up=where != "cpu", rows=where == "gpu")
+        layer = rows.there(part.choice.place, up=where != "cpu", rows=where == "gpu")
         self.nbytes += 0 if where == "cpu" else layer.signal.nbytes
         if self._spread is not None:
             return SpreadLayer(index, layer, self._control, self._telemetry, self._spread)
@@ -452,14 +458,3 @@ def _need_numbers(folder: Path, model: nn.Module) -> None:
     for name, values in weights.items():
         if not is_finite(values.detach()):
             raise damaged(folder, f"{name} in dense.safetensors has values that are NaN or infinite.")
-
-
-def _to(layer: PackedLayer, device: str, *, up: bool, rows: bool) -> PackedLayer:
-    """A layer on the device, with or without its up projections and rows."""
-    if device == "cpu":
-        return layer
-    ups, own = layer.signal, layer.rows
-    ups = ups.mapped(lambda part: part.to(device)) if up else ups
-    own = replace(own, data=own.data.to(device)) if rows else own
-    bias, plain = (None if part is None else part.to(device) for part in (layer.down_bias, layer.plain))
-    return PackedLayer(ups, own, layer.thresholds.to(device), layer.products.to(device), bias, plain, layer.whole)

@@ -76,6 +76,10 @@ class LinearWeights:
     def nbytes(self) -> int:
         return self.q.nbytes + self.scale.nbytes + self.zero.nbytes
 
+    def there(self, device: str) -> LinearWeights:
+        """The same on a device."""
+        return LinearWeights(self.vector, *(part.to(device) for part in (self.q, self.scale, self.zero)))
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         """The (N, K) matrix."""
         return dequantize(self.q, self.scale, self.zero, self.vector.n, self.vector.bits, dtype)

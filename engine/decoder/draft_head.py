@@ -8,7 +8,7 @@ the part of a text that it went through itself: of a prompt the last `_MOST` tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ _PRESET = Preset("Draft", x_bits=X_BITS_COARSE)
 
 
 class DraftHead:
-    """The head of a model whose experts are in RAM, and the text that it is in.
+    """The head of a model whose experts are in RAM, computed by the CPU, and the text that it is in.
 
     Args:
         family: of its configuration, which is that of one layer. bits: of the linear layers in `packed.dense`. ends:
@@ -63,22 +63,32 @@ class DraftHead:
         if len(self._layers) != 1 or heads is None:
             raise Unsupported("its drafting head is not one layer that attends")
         self._model, self._norm, self._eps = ends, stream.norm, stream.eps
-        self._norms = packed.embedding_norm.float(), packed.hidden_norm.float()
-        self._joined = _linear(packed.joined, control)
-        self._ends = [
-            NativeEnds(ModelEnds(ends.embedding[:rows], stream.norm, stream.eps, first(ends.head, rows), cap=ends.cap))
-            for rows in parts(len(ends.embedding))
-        ]
-        try:
-            self._step = NativeStep(self._layers[0].dense())
-        except ValueError as error:
-            raise Unsupported(str(error)) from error
+        self._norms = [norm.to(ends.embedding) for norm in (packed.embedding_norm, packed.hidden_norm)]
+        self._joined = _linear(packed.joined, control, ends.embedding)
+        self._parts = {rows: first(ends.head, rows) for rows in parts(len(ends.embedding))}
         dtype = kept_dtype(tree, family, kv_bits)
-        self._store = GrowingStore(Layout((heads.entry,), window, dtype, torch.device("cpu")))
+        self._store = GrowingStore(Layout((heads.entry,), window, dtype, ends.embedding.device))
+        self._prepare(control)
         self._kv: KVCache | None = None
         self._ids: list[int] = []  # of the text, as far as the model has computed it
         self._streams: list[Tensor] = []  # behind the model's layers, of the last of them, (T, H) each
         self._length = 0  # entries in the store: of as many of the tokens before these
+
+    def _prepare(self, _control: Control) -> None:
+        """What computes, once the weights are there.
+
+        Raises:
+            Unsupported: nothing does.
+        """
+        ends, norm = self._model, self._norm
+        self._ends = {
+            rows: NativeEnds(ModelEnds(ends.embedding[:rows], norm, self._eps, head, cap=ends.cap))
+            for rows, head in self._parts.items()
+        }
+        try:
+            self._step = NativeStep(self._layers[0].dense())
+        except ValueError as error:
+            raise Unsupported(str(error)) from error
 
     def saw(self, kv: KVCache, ids: Sequence[int], streams: Tensor) -> None:
         """The model has computed `ids`, which follow what `kv` holds, with these streams (T, H) behind its layers."""
@@ -102,20 +112,30 @@ class DraftHead:
         if kv is not self._kv or kv.length != len(self._ids) or not behind or full:
             return tokens, chances
         following = [*self._ids[len(self._ids) - behind + 1 :], token]
-        ends = self._nearest()
         with torch.inference_mode():
             hidden = self._model.norm(torch.cat(self._streams), self._model.eps)
-            stream = self._follow(self._given(following, hidden))
-            self._length, self._streams = self._length + behind, []
+            guesses = self._guesses(following, hidden)
             while len(tokens) < MOST_TOGETHER - 1 and more(chances):
-                if tokens:
-                    given = self._given(tokens[-1:], self._norm(stream, self._eps))
-                    stream = self._through(given, self._length + len(tokens) - 1)
-                # Torch would wake threads of its own for this, which takes longer than the sum.
-                logits = ends.logits(stream, X_BITS_COARSE)[0].numpy()
-                tokens.append(int(logits.argmax()))
-                chances.append(1 / float(np.exp(logits - logits[tokens[-1]]).sum()))
+                token, chance = next(guesses)
+                tokens.append(token)
+                chances.append(chance)
+            if tokens:
+                self._length, self._streams = self._length + behind, []
         return tokens, chances
+
+    def _guesses(self, following: Sequence[int], hidden: Tensor) -> Iterator[tuple[int, float]]:
+        """What follows tokens that the head has not gone through, by what is before each of them (T, H), and how likely
+        it is: one guess after another.
+        """
+        ends, place = self._ends[self._nearest()], self._length + len(following)
+        stream = self._follow(self._given(following, hidden))
+        while True:
+            # Torch would wake threads of its own for this, which takes longer than the sum.
+            logits = ends.logits(stream, X_BITS_COARSE)[0].numpy()
+            best = int(logits.argmax())
+            yield best, 1 / float(np.exp(logits - logits[best]).sum())
+            stream = self._through(self._given([best], self._norm(stream, self._eps)), place)
+            place += 1
 
     @property
     def behind(self) -> int:
@@ -134,9 +154,10 @@ class DraftHead:
             self._streams = []
         self._kv, self._ids = kv, before
 
-    def _nearest(self) -> NativeEnds:
-        """Of the smallest part of the vocabulary in which nearly all of the text is."""
-        return self._ends[nearest(parts(len(self._model.embedding)), self._ids)]
+    def _nearest(self) -> int:
+        """Tokens of the smallest part of the vocabulary in which nearly all of the text is."""
+        sizes = [*self._parts]
+        return sizes[nearest(sizes, self._ids)]
 
     def _given(self, tokens: Sequence[int], hidden: Tensor) -> Tensor:
         """What enters the layer, (T, H), by tokens and what is before each of them, (T, H)."""
@@ -182,13 +203,14 @@ def _modules(packed: PackedHead, family: Family, bits: int, embedding: Tensor, c
 
     def experts(_index: int) -> nn.Module:
         assert packed.experts is not None
-        return MoELayer(0, packed.experts, control, Telemetry(1, len(packed.experts.signal.q)))
+        layer = packed.experts.there(device)
+        return MoELayer(0, layer, control, Telemetry(1, len(layer.signal.q)))
 
     def linear(weights: LinearWeights, bias: nn.Parameter | None) -> nn.Module:
-        return PackedLinear(weights, bias, control)
+        return PackedLinear(weights.there(device), bias, control)
 
-    dense = packed.dense | {"model.embed_tokens.weight": embedding}
-    return library_model.build(packed.config, family, dense, bits, experts, linear, torch.float32, "cpu", made)
+    dense, device = packed.dense | {"model.embed_tokens.weight": embedding}, str(embedding.device)
+    return library_model.build(packed.config, family, dense, bits, experts, linear, embedding.dtype, device, made)
 
 
 def parts(vocabulary: int) -> list[int]:
@@ -203,11 +225,11 @@ def nearest(sizes: Sequence[int], ids: Sequence[int]) -> int:
     return next(number for number, size in enumerate(sizes) if sum(token < size for token in recent) >= least)
 
 
-def _linear(weights: LinearWeights | Tensor, control: Control) -> nn.Module:
+def _linear(weights: LinearWeights | Tensor, control: Control, like: Tensor) -> nn.Module:
     if isinstance(weights, LinearWeights):
-        return PackedLinear(weights, None, control)
+        return PackedLinear(weights.there(str(like.device)), None, control)
     made = nn.Linear(weights.shape[1], weights.shape[0], bias=False, device="meta")
-    made.weight = nn.Parameter(weights.float(), requires_grad=False)
+    made.weight = nn.Parameter(weights.to(like), requires_grad=False)
     return made
 
 

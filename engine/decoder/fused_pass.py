@@ -28,6 +28,7 @@ from ..machine.hardware import ram
 from ..outcomes import ran_out
 from ..sampling import Sampler
 from . import graphs
+from .card.card_draft import CardDraft
 from .card.card_ends import Ends
 from .divided import DividedPass, DividedStore, made_store
 from .draft_head import DraftHead, first
@@ -135,7 +136,13 @@ class FusedDecoder:
         """
         if self.way.most == 1:
             raise Unsupported(f"tokens are computed {self.way.how}")
-        self.head = DraftHead(packed, record_of(packed.config), bits, self._ends(), self._window, self._kv.bits)
+        given = packed, record_of(packed.config), bits, self._ends(), self._window, self._kv.bits
+        if not graphs.possible(self.device):
+            self.head = DraftHead(*given)
+            return
+        self.head = head = CardDraft(*given)
+        experts = [layer.experts for layer in self.layers if isinstance(layer.experts, MoELayer)]
+        head.notices = experts[0].control.notices
 
     def draft_with(self, model: DraftModel) -> None:
         """Guess further tokens by another model.

@@ -202,13 +202,16 @@ class Graphs(Way):
         self._token: CardToken | None = None
         self.by_layer: CardLayers | CardParts | None = None
         if parts:
-            self.by_layer, self.how = CardParts(layers, ends, parts), "one graph per layer and token, on each card"
+            self.by_layer, self.how = (
+                CardParts(layers, ends, parts),
+                "one graph per layer and token, on each card, without guesses",
+            )
             return
         try:
             self._token, self.how, self.most = CardToken(layers, ends), "one graph per token", MOST_TOGETHER
         except Unsupported as declined:
             self.by_layer = CardLayers(layers, ends)
-            self.how = f"one graph per layer and token, because {declined}"
+            self.how = f"one graph per layer and token, without guesses, because {declined}"
 
     @torch.inference_mode()
     def prepare(self) -> str:
@@ -253,10 +256,12 @@ class Graphs(Way):
         streamed: bool = False,
     ) -> tuple[list[int], list[float], Tensor | None] | None:
         """See `Way`; `fits` has been asked."""
-        if (card := self._token) is None or not guessed:
-            drawn, stream = super().drawn(token, text, sampler, last), self.stream
-            return drawn if stream is None or drawn is None or not streamed else (*drawn[:2], stream.clone())
-        began = time.perf_counter()
+        began, card = time.perf_counter(), self._token
+        if card is None or not guessed:
+            if (logits := self.token(token, text)) is None:
+                return None
+            stream = self.stream.clone() if streamed and self.stream is not None else None
+            return [sampler.draw(logits)], [time.perf_counter() - began], stream
         logits = card.run([token, *guessed], text.rope, text.start, text.store)
         tokens, at = drawn_behind(logits, guessed, sampler, last, began)
         card.count(len(tokens))
@@ -276,8 +281,8 @@ class Graphs(Way):
 def drawn_behind(
     logits: Tensor, guessed: Sequence[int], sampler: Sampler, last: Sequence[int], began: float
 ) -> tuple[list[int], list[float]]:
-    """The tokens drawn behind a token and some guesses, logits (T, V), up to the first that is not the next guess, or is
-    one of `last`; and when, in seconds since `began`.
+    """The tokens drawn behind a token and some guesses, logits (T, V), up to the first that is not the next guess, or
+    is one of `last`; and when, in seconds since `began`.
     """
     drawn, at = list[int](), list[float]()
     for row, following in itertools.zip_longest(logits.split(1), guessed):

@@ -13,7 +13,7 @@ from typing import Any
 from ...kernels.types import SCRATCH
 from ...models.catalog_entry import Sizes
 from ...models.errors import UsageError
-from ...models.pack.manifest import Manifest
+from ...models.pack.manifest import DRAFT, Manifest
 from ...models.pack.packed_model import PackedLayer
 from ...models.quantities import memory as size
 from .. import context
@@ -36,6 +36,7 @@ KEPT_FREE, KEPT_LEAST = 0.08, 900 << 20
 PROMPT_KEPT, PROMPT_LEAST = 300 << 20, SCORES + SCRATCH
 # Bytes on the card of one captured launch, and how many one layer has: estimates, until `make card` measures them.
 NODE_BYTES, LAUNCHES = 4096, DENSE_LAUNCHES + FIND_LAUNCHES + SUM_LAUNCHES
+HEAD = "drafting head"  # among uses of memory
 PROGRAM = 3 << 29  # bytes of RAM for Python, torch and activations
 RAM_SHARE, RAM_LEAST = 0.05, 1 << 29  # share of usable RAM that stays free
 
@@ -96,7 +97,8 @@ class Needs:
         rows: of all neurons.
         kv: keys and values, of kv_bits. context: tokens whose keys and values are reserved.
         captured: what a token's graphs take, with rope's tables for these tokens. states: behind a token of a text.
-        passing: a token of a prompt.
+        passing: a token of a prompt. draft: the drafting head, which is there with a whole model only, and if there is
+            room for it.
     """
 
     dense: int
@@ -114,6 +116,7 @@ class Needs:
     captured: int
     states: int
     passing: int
+    draft: int
 
     @classmethod
     def of(
@@ -143,6 +146,7 @@ class Needs:
             captured=_captured(sizes, min(reserved, window)),
             states=state_bytes(sizes),
             passing=prompt_bytes(sizes),
+            draft=manifest.beside[DRAFT].size if DRAFT in manifest.beside else 0,
         )
 
     @classmethod
@@ -165,6 +169,7 @@ class Needs:
             captured=_captured(sizes, context),
             states=state_bytes(sizes),
             passing=prompt_bytes(sizes),
+            draft=takes.draft,
         )
 
     def every(self, place: ExpertsPlace) -> Mix:
@@ -220,7 +225,9 @@ class Needs:
         uses |= {"prompt": self._prompt(mix)} if self._prompt(mix) else {}
         if mix.gpu == self.layers:
             # As keys and values grow by copying, those of one group of layers exist twice.
-            there = max(0, budget - self._weights(mix)) * self.layers // (self.layers + min(GROUP, self.layers))
+            head = self.draft if self.draft <= budget - self.whole() else 0
+            uses |= {HEAD: head} if head else {}
+            there = max(0, budget - self._weights(mix) - head) * self.layers // (self.layers + min(GROUP, self.layers))
             reserved = self.kv.tokens(there, window)
             most = self.kv.of(reserved)
             return DeviceShares(mix, self._row_count(), 0, window, reserved, uses, self.kv_bits, most)
@@ -341,7 +348,7 @@ def _used(ram: int, takes: Footprint, context: int | None, kv_bits: int) -> dict
         kv = kv_bytes(takes.sizes, kv_bits, kv_element(takes.spec.dense, takes.sizes))
         uses["context"] = kv.of(context) + kv.past(context, ram)
         if takes.draft:  # which attends, too
-            uses["drafting head"] = takes.draft + kv.of(context) // takes.sizes.attending
+            uses[HEAD] = takes.draft + kv.of(context) // takes.sizes.attending
     return uses
 
 

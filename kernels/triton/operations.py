@@ -181,8 +181,8 @@ def moe_step(
 def experts_step(
     x: Tensor, layer: ExpertLayer, index: Tensor, weights: Tensor, stream: Tensor | None, x_bits: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`select` and `moe_step` with one launch less, and the stream added; see `kernels.experts_step`. Each token's result
-    is, to the last bit, what it is alone.
+    """`select` and `moe_step` with one launch less, and the stream added; see `kernels.experts_step`. Each token's
+    result is, to the last bit, what it is alone.
     """
     signal, limits, ready = layer.signal, layer.limits, None
     device, count = x.device, index.numel() * layer.rule.parts

@@ -5,8 +5,9 @@
 
 As in attention.py, the position and the address of the layer's states are read from device memory, so that a captured
 launch serves every token. States lie in a ring: the one before the token is at its position modulo their number, the
-one behind it goes to the next place, and no program reads what another one writes. One program computes a head with its whole state in registers,
-which is read once and written once; heads that share queries and keys compute these each for themselves.
+one behind it goes to the next place, and no program reads what another one writes. One program computes a head with its
+whole state in registers, which is read once and written once; heads that share queries and keys compute these each for
+themselves.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -29,6 +29,15 @@ class PackedLayer:
     down_bias: Tensor | None = None
     plain: Tensor | None = None
     whole: bool = False
+
+    def there(self, device: str, *, up: bool = True, rows: bool = True) -> PackedLayer:
+        """The same layer on a device, with or without its up projections and rows."""
+        if device == "cpu":
+            return self
+        ups = self.signal.mapped(lambda part: part.to(device)) if up else self.signal
+        own = replace(self.rows, data=self.rows.data.to(device)) if rows else self.rows
+        bias, plain = (None if part is None else part.to(device) for part in (self.down_bias, self.plain))
+        return PackedLayer(ups, own, self.thresholds.to(device), self.products.to(device), bias, plain, self.whole)
 
     def halved(self) -> PackedLayer:
         """The same layer with expert e split into two with half as many neurons: 2e, the major half, and 2e + 1

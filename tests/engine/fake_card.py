@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from floe_chat.engine.decoder import graphs
-from floe_chat.engine.decoder.card import card_ends, card_layers, card_lists, card_token
+from floe_chat.engine.decoder.card import card_draft, card_ends, card_layers, card_lists, card_token
 from floe_chat.engine.decoder.quantized_linear import PackedLinear
 from floe_chat.kernels import operations
 from torch import Tensor
@@ -150,9 +150,9 @@ class FakeCard:
 
         self._kept: list[Tensor] = []
         monkeypatch.setattr(graphs, "possible", possible)
-        for module in (card_ends, card_layers, card_lists):
+        for module in (card_draft, card_ends, card_layers, card_lists):
             monkeypatch.setattr(module, "pinned", pinned)
-        for module in (card_token, card_ends, card_layers, card_lists):
+        for module in (card_draft, card_token, card_ends, card_layers, card_lists):
             monkeypatch.setattr(module, "capture", capture)
         for name in OPERATIONS:
             compute = getattr(operations, name)

@@ -23,7 +23,7 @@ from floe_chat.engine.offload.offload import Parts
 from floe_chat.engine.planning import device_choice, memory_plan, opened_pack, speed_estimate
 from floe_chat.engine.planning.device_choice import DeviceChoice
 from floe_chat.engine.planning.measured_figures import figures
-from floe_chat.engine.planning.memory_plan import Needs
+from floe_chat.engine.planning.memory_plan import HEAD, Needs
 from floe_chat.engine.planning.opened_pack import Asked
 from floe_chat.kernels import operations as kernels
 from floe_chat.models.checkpoint import read_config
@@ -179,6 +179,14 @@ def test_a_conversation_may_use_all_but_one_tokens_rows(needs: Needs) -> None:
     assert more.most == 103 * needs.kv.whole and (more.window, more.reserved) == (512, 100)
     all_of_it = long.share_out(long.every("pool"), 1 << 40, 512)
     assert (all_of_it.keys, all_of_it.window) == (512 * needs.kv.whole, 512)
+
+
+def test_a_drafting_head_is_on_the_card_if_nothing_else_lacks_its_memory(needs: Needs) -> None:
+    drafting = replace(needs, context=100, draft=5000)
+    for more, head in ((4999, None), (5000, 5000)):
+        shares = drafting.share_out(drafting.every("gpu"), drafting.whole() + more, 512)
+        assert shares.uses.get(HEAD) == head and shares.reserved >= 100
+    assert HEAD not in drafting.share_out(drafting.every("pool"), 1 << 40, 512).uses
 
 
 def test_where_all_rows_are_on_the_device_a_chat_gets_the_memory_left_and_then_ram(needs: Needs) -> None:

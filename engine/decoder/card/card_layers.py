@@ -44,8 +44,8 @@ _ALIGNED = 16  # bytes: what Triton's kernels know of an address
 
 
 class TokenRecord:
-    """What differs between passes of a token, or of some of one text: in pinned memory, and where a captured copy brings
-    it.
+    """What differs between passes of a token, or of some of one text: in pinned memory, and where a captured copy
+    brings it.
 
     Args:
         most: tokens of a pass.
@@ -72,7 +72,8 @@ class TokenRecord:
         if (version := store.version()) != self._version:
             self._written[self._addresses :] = store.addresses()
             self._version = version
-        self._written[: len(tokens)] = tokens
+        for number, token in enumerate(tokens):
+            self._written[number] = token
         self._written[self._most : self._addresses] = *range(position, position + self._most), counting
 
     def rehearse(self, layers: Sequence[DecoderLayer], device: torch.device) -> list[Tensor]:
@@ -112,9 +113,7 @@ def before_experts(
         each = zip(_rows(given), _rows(gates), kept, strict=False)
         parts = [kernels.delta_one(row, gate, place, index, mixer) for row, gate, place in each]
     elif isinstance(mixer, Convolution):
-        parts = [
-            kernels.convolve_one(row, place, index, mixer) for row, place in zip(_rows(given), kept, strict=False)
-        ]
+        parts = [kernels.convolve_one(row, place, index, mixer) for row, place in zip(_rows(given), kept, strict=False)]
     elif isinstance(mixer, LatentParts):
         record, each = mixer.record(), zip(*map(_rows, mixer.asking(given)), ropes, kept, strict=False)
         parts = [kernels.latent_one(asked, row, rope, place, index, record) for asked, row, rope, place in each]

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from floe_chat.engine.decoder import graphs
+from floe_chat.engine.decoder.fused_pass import FusedDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
+from floe_chat.engine.decoder.ways import Graphs
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.kernels import operations, triton
 from floe_chat.kernels.operations import Backend
@@ -23,9 +25,10 @@ from ...helpers import make_checkpoint, make_pack, relative_rms
 from .conftest import INTERPRETED
 
 OPERATIONS = (
-    *("route", "select", "moe_step", "linear", "linear_joined", "list_active", "add_listed"),
+    *("route", "select", "moe_step", "experts_step", "linear", "linear_joined", "plain", "list_active", "add_listed"),
     *("attend_one", "latent_one", "delta_one", "convolve_one"),
 )
+TOKENS = [1, 5, 200, 17]
 RULE = Rule(sparsity=0.3, product=0.3, drop=0.6, major=0.97, weighed=True)
 
 
@@ -37,11 +40,24 @@ def feed(loaded: LoadedModel) -> tuple[Tensor, list[int]]:
     """Logits of some tokens in a row, and how many neurons each layer computed."""
     kv, logits = KVCache(), list[Tensor]()
     loaded.control.counting = True
-    for token in (1, 5, 200, 17):
+    for token in TOKENS:
         logits.append(loaded.decoder.forward([token], kv).float().cpu())
         kv.computed([token], loaded.control.preset)
     loaded.telemetry.settle()
     return torch.cat(logits), [layer.active for layer in loaded.telemetry.layers]
+
+
+@torch.inference_mode()
+def both(loaded: LoadedModel) -> Tensor:
+    """Logits of the second and the third token, computed in one pass."""
+    kv, decoder = KVCache(), loaded.decoder
+    decoder.forward([TOKENS[0]], kv)
+    kv.computed(TOKENS[:1], loaded.control.preset)
+    assert isinstance(decoder, FusedDecoder) and isinstance(decoder.way, Graphs) and decoder.way.fits(2) == 2
+    store = decoder._room_for(2, kv)  # pyright: ignore[reportPrivateUsage]
+    text, card = decoder._text(store, 2, kv), decoder.way._token  # pyright: ignore[reportPrivateUsage]
+    assert card is not None
+    return card.run(TOKENS[1:3], text.rope, text.start, text.store).clone()
 
 
 @pytest.fixture(scope="module", params=["skips", "skips nothing", "qwen3_next", "lfm2_moe", "glm4_moe_lite"])
@@ -88,8 +104,9 @@ def test_a_token_is_the_cpus(pack: tuple[Path, bool], device: torch.device, monk
         preset = replace(preset, rule=RULE if skips else Rule(), x_bits=22)
         here.control.preset = there.control.preset = preset
         found, active = feed(there)
+        together = both(there)
     expected, as_active = feed(here)
-    assert found.isfinite().all()
+    assert found.isfinite().all() and torch.equal(together, found[1:3]), "two at once are not what each is alone"
     assert relative_rms(found, expected) <= (1e-3 if device.type == "cpu" else 0.1)
     assert active == pytest.approx(as_active, rel=0.1)
 

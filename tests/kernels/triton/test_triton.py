@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -162,7 +163,7 @@ def test_a_step_that_selects_is_both_and_the_stream(
 def test_tokens_of_a_step_are_each_as_by_itself(
     hidden: int, weighed: bool, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(maker, "processors", lambda _device: 3)  # so that sums are cut
+    monkeypatch.setattr(maker, "processors", Mock(return_value=3))  # so that sums are cut
     layer, tokens = layer_on(device, (4, 12, hidden, 64 if hidden % 64 == 0 else 26), (3, 4, 4)), 2
     x = make_x(tokens, hidden, dtype).to(device)
     weight = torch.randn(4, hidden).to(device, dtype)
@@ -178,7 +179,9 @@ def test_tokens_of_a_step_are_each_as_by_itself(
         for i in range(tokens)
     ]
     assert found[1].sum() > 4 and (found[0] - x.flip(1)).abs().amax(1).min() > 0
-    assert all(torch.equal(whole, torch.cat(parts)) for whole, parts in zip(found, zip(*each, strict=True), strict=True))
+    assert all(
+        torch.equal(whole, torch.cat(parts)) for whole, parts in zip(found, zip(*each, strict=True), strict=True)
+    )
     chosen = [kernels.route(x[i : i + 1], Router(weight, 2, norm_topk_prob=True, dtype=dtype)) for i in range(tokens)]
     assert torch.equal(weights, torch.cat([one[1] for one in chosen]))
 
