@@ -250,7 +250,9 @@ typedef struct {
 // stored: the form of keys and values, FLOE_KEPT_*: numbers, or codes of 8 bits with scales (kernels/entries.py).
 // sinks: (heads) scores of a token without a value that every query sees. gated: behind the queries, `first` gives a
 // gate of each number of a head's output. keys_alone: it gives no values: they are the keys, as projected. v_normed:
-// values are divided by their root mean square. rope_at: where a layer's cosines and sines begin. latent: heads meet
+// values are divided by their root mean square. queries_alone: `first` gives queries and nothing else; they see what
+// another layer has stored of the tokens before this one, and nothing is stored: not with a gate, keys_alone or latent,
+// nor at position 0. rope_at: where a layer's cosines and sines begin. latent: heads meet
 // what is stored like one key head, D = rank + turned, whose first numbers are its value; first: queries, or the vector
 // that they are made of, the stored vector and the key behind it; neither codes nor norms of heads. delta: first:
 // queries, keys and values of the convolution, then the output's gates; scale: of queries.
@@ -258,7 +260,7 @@ enum { FLOE_KEPT_FLOAT, FLOE_KEPT_HALF, FLOE_KEPT_CODES };
 
 typedef struct {
     int64_t hidden, heads, kv_heads, dim, window, rope_at;
-    int32_t each_head, stored, gated, keys_alone, v_normed;
+    int32_t each_head, stored, gated, keys_alone, v_normed, queries_alone;
     float eps, scale, clip;
     floe_norm before, after;
     FLOE_OPTIONAL const float *q_norm, *k_norm, *sinks;

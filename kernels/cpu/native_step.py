@@ -189,7 +189,7 @@ def _mixer_fields(mixer: Mixer, hidden: int) -> dict[str, Any]:
 
 _PARTS = dict.fromkeys(("q_norm", "k_norm", "sinks", "latent", "delta", "convolution"))
 _SIZES = ("heads", "kv_heads", "dim", "window", "rope_at", "scale", "clip")
-_NUMBERS = dict.fromkeys((*_SIZES, "each_head", "stored", "gated", "keys_alone", "v_normed"), 0)
+_NUMBERS = dict.fromkeys((*_SIZES, "each_head", "stored", "gated", "keys_alone", "v_normed", "queries_alone"), 0)
 _NO_HEADS: dict[str, Any] = {**_PARTS, **_NUMBERS}
 
 
@@ -207,6 +207,7 @@ def _heads_fields(heads: Heads) -> dict[str, Any]:
         "gated": heads.gated,
         "keys_alone": heads.keys_alone,
         "v_normed": heads.v_normed,
+        "queries_alone": heads.queries_alone,
         "rope_at": heads.rope_at,
         "scale": heads.scale,
         "clip": inf if heads.clip is None else heads.clip,
@@ -226,7 +227,7 @@ def _check_heads(heads: Heads) -> None:
         raise ValueError(f"a window must be at least 1 token, not {heads.window}")
     if heads.clip is not None and not heads.clip > 0:
         raise ValueError(f"queries, keys and values are clipped to a number above 0, not {heads.clip}")
-    if (heads.q_norm is None) != (heads.k_norm is None):
+    if (heads.q_norm is None) != (heads.k_norm is None) and not heads.queries_alone:
         raise ValueError("queries and keys must both have norms, or neither")
 
 

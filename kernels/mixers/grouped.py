@@ -27,7 +27,9 @@ class Heads:
         inside: how many of a key's first numbers are its value; None where values are stored behind keys.
         gated: whether the first projection has a gate of each number of a head's output, behind the queries.
         keys_alone: whether it has no values: they are the keys as projected. v_normed: whether values are divided by
-            their root mean square. rope_at: where its cosines and sines are among those of a position.
+            their root mean square. queries_alone: whether it has neither: queries see what another layer has stored of
+            the tokens before this one, and nothing is stored. rope_at: where its cosines and sines are among those of a
+            position.
     """
 
     num_heads: int
@@ -44,6 +46,7 @@ class Heads:
     gated: bool = False
     keys_alone: bool = False
     v_normed: bool = False
+    queries_alone: bool = False
     rope_at: int = 0
 
     @property
@@ -65,7 +68,7 @@ class Heads:
     def sizes(self) -> tuple[int, int]:
         """Rows of the layer's first projection, and columns of the one back."""
         queries = self.num_heads * self.head_dim
-        kept = (1 if self.keys_alone else 2) * self.num_kv_heads * self.head_dim
+        kept = 0 if self.queries_alone else (1 if self.keys_alone else 2) * self.num_kv_heads * self.head_dim
         return (2 if self.gated else 1) * queries + kept, queries
 
     @property
@@ -114,19 +117,23 @@ def attend(qkv: Tensor, rope: Tensor, kv: Tensor, position: int, heads: Heads, e
     """Attention of one token: qkv (1, all heads * D), as projected -> (1, heads * D); see `step.dense_step`."""
     qkv = qkv.view(-1, heads.head_dim)
     gating = heads.num_heads if heads.gated else 0
-    of_values = 0 if heads.keys_alone else heads.num_kv_heads
-    queries, gates, keys, own = qkv.split([heads.num_heads, gating, heads.num_kv_heads, of_values])
+    of_keys = 0 if heads.queries_alone else heads.num_kv_heads
+    of_values = 0 if heads.keys_alone else of_keys
+    queries, gates, keys, own = qkv.split([heads.num_heads, gating, of_keys, of_values])
     own = keys if heads.keys_alone else own
     if heads.v_normed:
         own = F.rms_norm(own, own.shape[-1:], eps=eps)
-    if heads.q_norm is not None and heads.k_norm is not None:
-        queries, keys = (_norm(part, weight, eps) for part, weight in ((queries, heads.q_norm), (keys, heads.k_norm)))
+    if heads.q_norm is not None:
+        queries = _norm(queries, heads.q_norm, eps)
+    if heads.k_norm is not None:
+        keys = _norm(keys, heads.k_norm, eps)
     if heads.clip is not None:
         queries, keys, own = (part.clamp(-heads.clip, heads.clip) for part in (queries, keys, own))
     queries, keys = (turned(part, rope[0], rope[1]) for part in (queries, keys))
-    kv[position] = stored(torch.cat([keys, own]), kv.dtype)
+    if not heads.queries_alone:
+        kv[position] = stored(torch.cat([keys, own]), kv.dtype)
     first = 0 if heads.window is None else max(0, position + 1 - heads.window)
-    seen = heads.values(kv[first : position + 1], qkv.dtype)
+    seen = heads.values(kv[first : position if heads.queries_alone else position + 1], qkv.dtype)
     keys, others = seen.repeat_interleave(heads.num_heads // heads.num_kv_heads, 1).chunk(2, 1)
     scores = torch.einsum("hd,thd->ht", queries, keys) * heads.scale
     if heads.sinks is not None:

@@ -319,6 +319,31 @@ def compare(
     return ours
 
 
+@pytest.mark.parametrize("name", ["least", "five-of-one", "gemma-4-bit", "half-window", "codes-wide", "sinks"])
+@pytest.mark.usefixtures("isa")
+def test_queries_alone_see_what_another_layer_has_stored(name: str) -> None:
+    """Of the tokens before them; nothing is stored."""
+    s = SIZES[name]
+    layer, width = make_layer(s), s.queries * s.dim
+    mixer = replace(heads_of(layer), queries_alone=True, k_norm=None, v_normed=False)
+    layer = replace(layer, mixer=mixer, first=make_projection(width, s.hidden, s.bits, s.bias))
+    step, other = NativeStep(layer), widened(layer)
+    for position in (1, 63, 64, 65, 200):
+        x, added, rope, kv = make_input(s, position)
+        before, wide = kv.clone(), kv.double() if s.kept == torch.float32 else kv.clone()
+        ours = step(x, added, rope, kv, position)
+        turn = rope.flatten()[s.rope_at :].view(2, -1).double()
+        truth = dense_step(other, x.double(), added.double(), turn, wide, position)
+        assert relative_rms(ours.stream, truth.stream) <= LIMITS[s.kept]
+        assert torch.equal(kv.nan_to_num(99), before.nan_to_num(99))
+    x, added, rope, kv = make_input(s, 0)
+    with pytest.raises(ValueError, match="index"):
+        step(x, added, rope, kv, 0)
+    for more in ({"keys_alone": True}, {"v_normed": True}):
+        with pytest.raises(ValueError, match="sizes that"):
+            NativeStep(replace(layer, mixer=replace(mixer, **more)))
+
+
 @every_size
 @pytest.mark.usefixtures("isa")
 def test_it_is_the_definition(sizes: Sizes) -> None:

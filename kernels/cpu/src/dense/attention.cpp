@@ -12,15 +12,18 @@
 namespace floe {
 namespace {
 
+// How many heads of keys, and of values, it projects.
+int64_t own_key_heads(const floe_dense_layer &l) { return l.queries_alone ? 0 : l.kv_heads; }
+
 // Norms and limit of the joined queries, keys and values, as some families have them.
 void prepare_heads(const floe_dense_layer &l, float *qkv) {
-    const int64_t queries = l.heads * l.dim, keys = l.kv_heads * l.dim;
+    const int64_t key_heads = own_key_heads(l), queries = l.heads * l.dim, keys = key_heads * l.dim;
     if (l.q_norm != nullptr && l.each_head) {
-        for (int64_t h = 0; h < l.heads + l.kv_heads; h++)
+        for (int64_t h = 0; h < l.heads + key_heads; h++)
             normalize(qkv + h * l.dim, h < l.heads ? l.q_norm : l.k_norm, l.dim, l.eps, qkv + h * l.dim);
     } else if (l.q_norm != nullptr) {
         normalize(qkv, l.q_norm, queries, l.eps, qkv);
-        normalize(qkv + queries, l.k_norm, keys, l.eps, qkv + queries);
+        if (keys > 0) normalize(qkv + queries, l.k_norm, keys, l.eps, qkv + queries);
     }
     for (float *v = qkv + queries + keys; l.v_normed && v < qkv + queries + 2 * keys; v += l.dim)
         normalize(v, nullptr, l.dim, l.eps, v);
@@ -75,8 +78,8 @@ struct Seen {
 
     Seen(const floe_dense_layer &l, int64_t position)
         : heads{l.heads, l.kv_heads, l.dim, l.stored, l.latent == nullptr ? 0 : l.latent->rank},
-          first(l.window > 0 && l.window <= position ? position + 1 - l.window : 0), tokens(position + 1 - first),
-          spans((tokens + kSpan - 1) / kSpan) {}
+          first(l.window > 0 && l.window <= position ? position + 1 - l.window : 0),
+          tokens(position + (l.queries_alone ? 0 : 1) - first), spans((tokens + kSpan - 1) / kSpan) {}
 
     int64_t bytes(const floe_dense_layer &l, int threads) const {
         return aligned(4 * threads * l.heads * kSpan) + aligned(4 * spans * l.heads * heads.value()) +
@@ -91,10 +94,11 @@ struct Seen {
 bool is_attention(const floe_dense_layer &l) {
     if (l.heads < 1 || l.kv_heads < 1 || l.dim < 2 || l.heads % l.kv_heads || l.window < 0) return false;
     if (l.stored < FLOE_KEPT_FLOAT || l.stored > FLOE_KEPT_CODES) return false;
-    if ((l.q_norm == nullptr) != (l.k_norm == nullptr)) return false;
+    if ((l.q_norm == nullptr) != (l.k_norm == nullptr) && !l.queries_alone) return false;
     if (l.rope_at < 0 || (l.keys_alone && l.gated)) return false;
+    if (l.queries_alone && (l.gated || l.keys_alone || l.v_normed || l.latent != nullptr)) return false;
     if (l.latent != nullptr) return !l.gated && !l.keys_alone && !l.v_normed && is_latent(l, *l.latent);
-    const int64_t heads = (l.gated ? 2 : 1) * l.heads + (l.keys_alone ? 1 : 2) * l.kv_heads;
+    const int64_t heads = (l.gated ? 2 : 1) * l.heads + (l.keys_alone ? 1 : 2) * own_key_heads(l);
     return l.dim % 2 == 0 && is_shape(l.first, heads * l.dim, l.hidden) && is_shape(l.out, l.hidden, l.heads * l.dim);
 }
 
@@ -105,7 +109,7 @@ int64_t attention_bytes(const floe_dense_layer &l, int64_t position, int threads
 int attend(const floe_dense_layer &l, const floe_place &place, uint8_t *kv, int digits, int threads, uint8_t *memory,
            float *qkv, float *attended) {
     const Seen seen(l, place.position);
-    const int64_t width = seen.heads.bytes(), queries = l.heads * l.dim, keys = l.kv_heads * l.dim;
+    const int64_t width = seen.heads.bytes(), queries = l.heads * l.dim, keys = own_key_heads(l) * l.dim;
     const float *const rope = place.rope + l.rope_at;
     if (l.keys_alone) {
         float *const whole = carve<float>(memory, queries + 2 * keys);
@@ -127,14 +131,14 @@ int attend(const floe_dense_layer &l, const floe_place &place, uint8_t *kv, int 
     if (l.latent != nullptr) through.emplace(l, rope, digits, threads, qkv, memory);
     if (!through) {
         prepare_heads(l, qkv);
-        for (int64_t h = 0; h < l.heads + l.kv_heads; h++) turn(qkv + h * l.dim, rope, l.dim);
+        for (int64_t h = 0; h < l.heads + own_key_heads(l); h++) turn(qkv + h * l.dim, rope, l.dim);
         for (int64_t i = 0; i < queries; i++) qkv[i] *= l.scale;
     } else {
         const int code = through->prepare();
         if (code != FLOE_OK) return code;
         a.queries = through->queries, own = through->vector;
     }
-    dense_ops().keep(a.h, own, kv + place.position * width);
+    if (!l.queries_alone) dense_ops().keep(a.h, own, kv + place.position * width);
     // The more heads share a key, the more there is to compute by what is read.
     parallel_for(a.tokens * width * (1 + a.h.group() / 8) < kSmall ? 1 : threads, seen.spans, attend_span, &a);
     join_spans(a, seen.spans, through ? a.sums : attended);

@@ -182,6 +182,7 @@ int floe_dense_step(const floe_dense_layer *layer, int64_t number, int64_t token
     int64_t most = 0;
     for (int64_t t = 0; t < tokens; t++) {
         if (places[t].position < 0 || places[t].position >= places[t].capacity) return FLOE_BAD_INDEX;
+        if (l.queries_alone && places[t].position < 1) return FLOE_BAD_INDEX; // there is nothing to see
         if ((l.delta != nullptr || l.convolution != nullptr) && places[t].states < 2) return FLOE_BAD_SHAPE;
         const int64_t bytes = mixer_bytes(l, places[t].position, threads);
         most = bytes > most ? bytes : most;
