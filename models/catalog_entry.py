@@ -128,6 +128,22 @@ class Counted:
 
 
 @dataclass(frozen=True, slots=True)
+class AssistantSizes:
+    """A small model that guesses another one's tokens by that one's keys and values (`families.family.Assistant`).
+
+    Attributes:
+        layers: how many. wide: how many of them see all tokens; heads are the other model's. intermediate: neurons of
+            each layer. nbytes: of its file in a pack, of which nothing else is known; else 0.
+    """
+
+    hidden: int = 0
+    intermediate: int = 0
+    layers: int = 0
+    wide: int = 0
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Sizes:
     """An architecture.
 
@@ -143,7 +159,8 @@ class Sizes:
         windowed: how many of the other layers see only the last `sees` tokens.
         counted: instead of all that says something about what is not experts; None for the usual models.
         gated: whether experts have a gate. latent_experts: how many numbers they see, if not `hidden`; else 0.
-        draft: what the layer of the head has that guesses further tokens; "" where no head is known of.
+        draft: what the layer of the head has that guesses further tokens, or what model does that instead; "" where
+            neither is known of.
     """
 
     model_type: str
@@ -174,7 +191,7 @@ class Sizes:
     counted: Counted | None = None
     gated: bool = True
     latent_experts: int = 0
-    draft: Literal["", "experts", "dense"] = ""
+    draft: Literal["", "experts", "dense"] | AssistantSizes = ""
 
     @property
     def decoder_layers(self) -> int:
@@ -228,11 +245,24 @@ class Sizes:
         return found + self.dense_layers * self._swiglu(self.dense_intermediate)
 
     def in_draft(self) -> list[Matrix]:
-        """The drafting head's matrices besides experts; nothing without one."""
+        """The drafting head's matrices besides experts and its own output layer; nothing without one."""
         if not self.draft:
             return []
+        if isinstance(own := self.draft, AssistantSizes):
+            dims = [self.head_dim] * (own.layers - own.wide) + [self.wide.head_dim if self.wide else 0] * own.wide
+            found = [(own.hidden, 2 * self.hidden), (self.hidden, own.hidden)] if own.hidden else []
+            for queries in (self.heads * dim for dim in dims):
+                found += [(queries, own.hidden), (own.hidden, queries)]
+                found += [(2 * own.intermediate, own.hidden), (own.hidden, own.intermediate)]
+            return found
         neurons = self.shared if self.draft == "experts" else self.dense_intermediate
         return [(self.hidden, 2 * self.hidden), *self.projections(), *self._swiglu(neurons)]
+
+    @property
+    def head_of_draft(self) -> list[Matrix]:
+        """Its own output layer's matrix, where it is a model."""
+        own = self.draft.hidden if isinstance(self.draft, AssistantSizes) else 0
+        return [(self.vocab, own)] if own else []
 
     def _swiglu(self, neurons: int) -> list[Matrix]:
         return [(2 * neurons, self.hidden), (self.hidden, neurons)] if neurons else []
@@ -268,6 +298,9 @@ class Sizes:
         """The same of the drafting head."""
         if not self.draft:
             return 0
+        if isinstance(own := self.draft, AssistantSizes):
+            dims = (own.layers - own.wide) * self.head_dim + own.wide * (self.wide.head_dim if self.wide else 0)
+            return own.layers * (4 * own.hidden + 1) + dims + own.hidden
         router = self._router if self.draft == "experts" else 0
         return router + self.head_norms + self._latent_norms + 5 * self.hidden + self.biases // self.decoder_layers
 
@@ -369,6 +402,7 @@ class CatalogEntry:
             "Q4_K_M"; "" where they are as published. code_bits: of its codes, where packs of as many keep them, else 0.
             coarse: whether that took so much that another file should be used. fp8: the repository of its maker's copy
             in FP8, "" where none is known.
+        assistant: the repository of the model that guesses its tokens (`families.family.Assistant`), "" for none.
         gguf: a repository with its GGUF files, "" where none is known. file_bytes: of a GGUF file that is downloaded
             instead of the published weights; 0: these are. others: what other GGUF files are there, and their bytes.
         ready: a pack of it that needs no packing; of an entry without `repo` and `folder`, the only way to set it up.
@@ -393,6 +427,7 @@ class CatalogEntry:
     code_bits: int = 0
     coarse: bool = False
     fp8: str = ""
+    assistant: str = ""
     gguf: str = ""
     file_bytes: int = 0
     others: tuple[tuple[str, int], ...] = ()

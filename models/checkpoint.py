@@ -165,7 +165,7 @@ class Checkpoint:
             self.family = family_of(self.config.model_type, fit(self.config))
         self.layers = self.family.expert_layers(self.config)
         unused = self.family.unused(self.config)
-        every = _places(self.shelf)
+        every = places_of(self.shelf)
         fields = read_fields(self.folder)
         if (rounded := quantization(fields)) is not None:
             self.shelf = QuantizedShelf(self.shelf, every, rounded.stated, rounded.called)
@@ -358,7 +358,7 @@ def _folder_of(shelf: Shelf) -> Path:
     return config.parent
 
 
-def _places(shelf: Shelf) -> dict[str, tuple[str, TensorPlace]]:
+def places_of(shelf: Shelf) -> dict[str, tuple[str, TensorPlace]]:
     """Published tensor name -> shard and place; an index, if there is one, has to agree."""
     headers = shelf.headers()
     index = _index(shelf)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -313,6 +313,16 @@ class Head:
             self.model.model.norm = of.model.norm
         return self.model.model(inputs_embeds=x, use_cache=False).last_hidden_state[0]
 
+    def guesses(self, of: Any, text: Sequence[int], count: int, seen: int) -> list[int]:
+        """The first behind a text: what is seen of it goes through the head at once."""
+        hidden = of.model(input_ids=torch.tensor([text[:-1]]), use_cache=False).last_hidden_state[0][-seen:]
+        ids, found = torch.tensor(text[-len(hidden) - 1 :]), list[int]()
+        for _ in range(count):
+            own = self.states(of, ids, torch.cat([hidden, hidden[:1]]))[-1:]
+            found.append(int(of.lm_head(own).argmax()))
+            ids, hidden = torch.cat([ids, torch.tensor(found[-1:])]), torch.cat([hidden, own])
+        return found
+
 
 def _state_heads(source: Path, kind: str) -> None:
     def stated(fields: dict[str, Any]) -> None:
@@ -371,6 +381,67 @@ def add_head(source: Path, seed: int = 1) -> Head:
 
     edit_json(source / "model.safetensors.index.json", listed)
     return Head(model.eval(), own[0], (own[1], own[2]), not norms[2])
+
+
+_SMALL: dict[str, Any] = {
+    "hidden_size": 24,
+    "intermediate_size": 31,
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    **dict.fromkeys(("vocab_size_per_layer_input", "hidden_size_per_layer_input"), 0),
+    "enable_moe_block": False,
+    "num_kv_shared_layers": 3,
+}
+
+
+@dataclass(frozen=True)
+class Assistant:
+    """transformers' small model that guesses another one's tokens, with random weights."""
+
+    model: Any
+
+    def steps(self, of: Any, text: Sequence[int], count: int) -> list[Tensor]:
+        """Logits (V,) of its guesses behind a text, each of what the one before is likeliest to be."""
+        from transformers import DynamicCache
+
+        cache: Any = DynamicCache()  # whose layers keep whole texts
+        ran = of.model(input_ids=torch.tensor([text[:-1]]), past_key_values=cache, use_cache=True)
+        shared = {
+            kind: (layer.keys, layer.values)
+            for kind, layer in zip(of.config.layer_types, cache.layers, strict=True)  # the last one of each kind
+        }
+        token, hidden, found = text[-1], ran.last_hidden_state[:, -1:], list[Tensor]()
+        for _ in range(count):
+            both = torch.cat([of.model.embed_tokens(torch.tensor([[token]])), hidden], -1)
+            place = torch.tensor([[len(text) - 1]])
+            gave = self.model(inputs_embeds=both, position_ids=place, shared_kv_states=shared)
+            found.append(gave.logits[0, 0])
+            token, hidden = int(found[-1].argmax()), gave.last_hidden_state
+        return found
+
+    def guesses(self, of: Any, text: Sequence[int], count: int, _seen: int) -> list[int]:
+        """The first behind a text."""
+        return [int(logits.argmax()) for logits in self.steps(of, text, count)]
+
+
+def add_assistant(source: Path, folder: Path, seed: int = 1) -> Assistant:
+    """A random one for a checkpoint, as transformers publishes it, in a folder of its own."""
+    import_model_code()
+    from transformers import AutoConfig, Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
+
+    model: Any = AutoConfig.from_pretrained(source)
+    kind, model = model.model_type, model.get_text_config()
+    fields: dict[str, Any] = {**_SIZES, **MODELS[kind], **_SMALL, "vocab_size": model.vocab_size}
+    torch.manual_seed(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        # Some releases of transformers refuse a model of which all layers see another one's keys and values.
+        patch.setattr(Gemma4TextConfig, "kv_sharing_modes", property(lambda own: ["reuse"] * own.num_hidden_layers))
+        config = Gemma4AssistantConfig(backbone_hidden_size=model.hidden_size, text_config=Gemma4TextConfig(**fields))
+        made: Any = Gemma4AssistantForCausalLM(config)
+    _unsettle(made)
+    made.bfloat16().save_pretrained(folder)
+    made.float().model.rotary_emb = type(made.model.rotary_emb)(made.config.text_config)  # which was rounded, too
+    return Assistant(made.eval())
 
 
 def drop(source: Path, name: str) -> None:

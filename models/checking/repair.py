@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from .. import private_file
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, read_config
 from ..errors import CheckpointError, FloeError
 from ..pack import learned_predictor
 from ..pack.manifest import COPIED, DRAFT, FETCHING, UNFINISHED, Manifest, file_entry, layer_file
 from ..pack.packed_model import PackedModel
+from ..packing.assistant_part import AssistantPart, AssistantSource
 from ..packing.dense_part import FILE as DENSE_FILE
 from ..packing.dense_part import DensePart
 from ..packing.draft_part import DraftPart, has_head
@@ -64,19 +65,23 @@ def repair(source: Checkpoint, folder: Path, files: list[str], tokens: Tensor, p
 
 
 def add_draft(source: Checkpoint, folder: Path, progress: PackReport) -> None:
-    """Pack the drafting head of a finished pack's source, and add it to the pack, which can be used meanwhile.
+    """Pack the drafting head of a finished pack's source, or an assistant, and add it to the pack, which can be used
+    meanwhile.
 
-    Its bytes are what packing the model with it gives; a damaged one is replaced.
+    A head's bytes are what packing the model with it gives. One that is there is replaced.
 
     Raises:
         CheckpointError: the source is another model, has no head, or cannot be read. TryAgainError: another process
         adds one. FloeError: the disk is too small or fails.
     """
     before = Manifest.read(folder)
-    _need_source(source, before, torch.empty(0, dtype=torch.long))
-    if not has_head(source):
-        raise CheckpointError(f"{source.shelf.name} has no drafting head", "Its publisher left it out.")
-    part = DraftPart(source, before)
+    if isinstance(source, AssistantSource):
+        part = AssistantPart(source, before, read_config(folder))
+    else:
+        _need_source(source, before, torch.empty(0, dtype=torch.long))
+        if not has_head(source):
+            raise CheckpointError(f"{source.shelf.name} has no drafting head", "Its publisher left it out.")
+        part = DraftPart(source, before)
     order = ReadingOrder(source, part.steps())
 
     def read(step: Hashable, share: float) -> None:

@@ -18,8 +18,9 @@ from ...kernels.layouts import VectorLayout
 from ..checkpoint import Checkpoint, read_config
 from ..errors import CheckpointError, FloeError, NoTemplateError, PackError, UsageError
 from ..families import family_of
-from ..modules import library_model
-from ..pack import draft_head, quantized_linears
+from ..modules import assistant_modules, library_model
+from ..pack import assistant, draft_head, quantized_linears
+from ..pack.assistant import PackedAssistant
 from ..pack.manifest import DRAFT, FILE_NAME, FRONTIER, FileEntry, Manifest, file_entry, layer_file
 from ..pack.packed_model import PackedLayer, PackedModel
 from ..pack.table import put
@@ -250,6 +251,8 @@ def _bad_draft(folder: Path, manifest: Manifest) -> str | None:
     family = manifest.family
     try:
         head = draft_head.load(folder, manifest)
+        if isinstance(head, PackedAssistant):
+            return _bad_assistant(head, manifest)
         model = library_model.empty(head.config, torch.bfloat16)
         for block in family.blocks(model):
             block.experts = nn.Identity()
@@ -265,6 +268,20 @@ def _bad_draft(folder: Path, manifest: Manifest) -> str | None:
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
             return f"{name} has infinite or NaN values."
     return None if head.experts is None else _bad_layer(head.experts)
+
+
+def _bad_assistant(found: PackedAssistant, manifest: Manifest) -> str | None:
+    model = library_model.empty(found.config, torch.bfloat16, assistant_modules.tree)
+    family, bits = assistant.of(manifest.family).layers, manifest.widths.dense
+    library_model.furnish(
+        model, "", family, found.dense, bits, lambda _weights, _bias: nn.Identity(), torch.bfloat16, "meta"
+    )
+    linears = {"joined": found.joined, "back": found.back}
+    numbers = {name: part for name, part in linears.items() if isinstance(part, Tensor)}
+    for name, tensor in {**found.dense, **numbers}.items():
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            return f"{name} has infinite or NaN values."
+    return None
 
 
 def _bad_table(folder: Path, manifest: Manifest, name: str) -> str | None:

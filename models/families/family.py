@@ -169,6 +169,22 @@ class DraftHead:
         return own
 
 
+@dataclass(frozen=True, slots=True)
+class Assistant:
+    """A small model that is published by itself for each model of a family, and guesses its further tokens.
+
+    Its layers have queries alone: they see the keys and values of the model's last layer of the same kind. It reads a
+    matrix · [the next token's embedding, what the model's last norm gives], both the model's; another matrix leads from
+    its own last norm to what stands for the model's in the guess after that.
+
+    Attributes:
+        model_type: of its configuration, whose text_config describes its layers. layers: how these are read.
+    """
+
+    model_type: str
+    layers: Family
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One family. Names are those of its published checkpoints and of transformers' configuration.
@@ -201,6 +217,7 @@ class Family:
         states: whether some layers keep a state instead of keys and values.
         wide: whether what its layers pass on may exceed float16's range.
         attention: of the layers that attend. head: that guesses further tokens, where published models have one.
+            assistant: the model that does so instead.
         defaults: of transformers' configuration, for fields that a config.json leaves out. A field that the family does
             not have is None or False. Empty: transformers reads its config.json.
         refused: fields of a config.json -> why such a model cannot be run, as a sentence; "" if it can.
@@ -243,6 +260,7 @@ class Family:
     parts: Callable[[Any], tuple[Any, Wide | None]] = lambda config: (config, None)
     attention: GroupedQuery | ThroughLatent = GroupedQuery()
     head: DraftHead | None = None
+    assistant: Assistant | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     refused: Callable[[Mapping[str, Any]], str] = lambda _fields: ""
     register: Callable[[], None] = lambda: None
@@ -253,6 +271,11 @@ class Family:
         """Whether a layer is grouped-query attention and experts chosen by probabilities, and nothing else."""
         usual = isinstance(self.attention, GroupedQuery) and self.routing.kind == "softmax"
         return usual and self.shared is None and not self.biased and not self.added
+
+    @property
+    def drafter(self) -> str:
+        """What guesses further tokens of its models, in words."""
+        return "own drafting head" if self.assistant is None else "assistant"
 
     def experts(self, config: Any) -> int:
         """How many experts a layer has; ours and some of transformers' configurations share one name for it."""

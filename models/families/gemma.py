@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .. import config_limits
-from ..catalog_entry import CatalogEntry, Sizes, Wide
-from .family import Between, Family, GroupedQuery, Routing, SharedExpert
+from ..catalog_entry import AssistantSizes, CatalogEntry, Sizes, Wide
+from .family import Assistant, Between, Family, GroupedQuery, Routing, SharedExpert
 from .storage import Stacked
 
 if TYPE_CHECKING:  # the command line reads families before it needs torch
@@ -110,6 +110,22 @@ _GEMMA4 = Sizes(
     wide=Wide(layers=5, kv_heads=2, head_dim=512, keys_alone=True),
     windowed=25,
     sees=1024,
+    draft=AssistantSizes(hidden=1024, intermediate=8192, layers=4, wide=1),
+)
+
+_ATTENTION = GroupedQuery(normalized=lambda _config: True, per_head=True, window=_window)
+
+# Published as gemma4_assistant; those of the smallest models order their vocabulary, which no model with experts does.
+_ASSISTANT = Family(
+    model_type="gemma4_text",
+    called="Gemma 4's assistant",
+    norm="pre_feedforward_layernorm",
+    activation="gelu_pytorch_tanh",
+    dense_layers=lambda config: range(config.num_hidden_layers),
+    experts_by="gelu",
+    sandwich=Between("post_attention_layernorm", "post_feedforward_layernorm"),
+    parts=_parts,
+    attention=_ATTENTION,
 )
 
 GEMMA4 = Family(
@@ -137,7 +153,8 @@ GEMMA4 = Family(
         experts="post_feedforward_layernorm_2",
     ),
     parts=_parts,
-    attention=GroupedQuery(normalized=lambda _config: True, per_head=True, window=_window),
+    attention=_ATTENTION,
+    assistant=Assistant("gemma4_assistant", _ASSISTANT),
     defaults={
         "num_key_value_heads": 4,
         "head_dim": 256,
@@ -159,6 +176,7 @@ GEMMA4 = Family(
             released="2026-04",
             thinks=True,
             unused=569_548_080 + 3_244_032,
+            assistant="google/gemma-4-26B-A4B-it-assistant",
         ),
     ),
 )

@@ -18,7 +18,8 @@ from ...kernels.rule import NEVER
 from ...kernels.weights import ExpertRows, LinearWeights, SignalWeights
 from ..checkpoint import read_config
 from ..errors import damaged
-from . import quantized_linears
+from . import assistant, quantized_linears
+from .assistant import PackedAssistant
 from .manifest import DRAFT, Manifest, signal_names
 from .packed_layer import PackedLayer
 from .tensor_file import TensorShapes
@@ -54,20 +55,22 @@ def experts_plan(manifest: Manifest) -> TensorShapes:
     return {f"{EXPERTS}{name}": entry for name, entry in plan.items() if name not in measured}
 
 
-def load(folder: Path, manifest: Manifest) -> PackedHead:
-    """The head of a pack, as views of the mapped file.
+def load(folder: Path, manifest: Manifest) -> PackedHead | PackedAssistant:
+    """The head of a pack, or the model that does the same, as views of the mapped file.
 
     Raises:
         PackError: the file cannot be read, or holds something else.
     """
     family, name = manifest.family, DRAFT
-    if family.head is None:
+    if family.head is None and family.assistant is None:
         raise damaged(folder, f"{family.called} has no head that guesses further tokens.")
     try:
         with safe_open(folder / name, "pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys() if not key.startswith("_pad.")}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise damaged(folder, f"{name} cannot be read: {error}") from error
+    if family.head is None:
+        return assistant.load(folder, manifest, tensors)
     config = family.head.config(read_config(folder))
     hidden, bits = int(config.hidden_size), manifest.widths.dense
 

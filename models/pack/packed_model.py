@@ -19,6 +19,7 @@ from ...kernels.weights import ExpertRows, SignalWeights
 from .. import private_file
 from ..errors import FloeError, PackError, UsageError, damaged
 from . import draft_head, learned_predictor, tensor_file
+from .assistant import PackedAssistant
 from .draft_head import PackedHead
 from .manifest import AHEAD, DOWN_BIAS, DRAFT, FileEntry, Manifest, file_entry, layer_file, signal_names
 from .packed_layer import PackedLayer as PackedLayer
@@ -31,7 +32,7 @@ class PackedModel:
         self.folder = folder
         self.manifest = manifest
         self._ahead: dict[str, Tensor] | None = None
-        self._draft: PackedHead | str | None = None
+        self._draft: PackedHead | PackedAssistant | str | None = None
 
     @classmethod
     def open(cls, folder: Path, *, recheck: bool = False) -> PackedModel:
@@ -88,7 +89,7 @@ class PackedModel:
         bias = tensors.get(DOWN_BIAS)
         return PackedLayer(signals, rows, tensors["threshold"], tensors["product"], bias, plain, layer in m.whole)
 
-    def head(self) -> PackedHead | None:
+    def head(self) -> PackedHead | PackedAssistant | None:
         """The head that guesses further tokens, or None: the pack has none, or `headless` says why not."""
         if self._draft is None:
             self._draft = self._opened_head() if DRAFT in self.manifest.beside else ""
@@ -99,7 +100,7 @@ class PackedModel:
         """Why `head` gives none though the pack has one, in a sentence; else ""."""
         return "" if self.head() is not None or not isinstance(self._draft, str) else self._draft
 
-    def _opened_head(self) -> PackedHead | str:
+    def _opened_head(self) -> PackedHead | PackedAssistant | str:
         path, entry = self.folder / DRAFT, self.manifest.beside[DRAFT]
         try:
             stamp = _Stamp(self.folder, {DRAFT: entry}, DRAFT)
