@@ -297,10 +297,10 @@ def _draft_with(name: str, decoder: Decoder, pack: Opened, control: Control, rep
 
 
 def _draft(decoder: FusedDecoder, packed: PackedModel, *, room: bool) -> None:
-    """Guess further tokens by the pack's drafting head, if it has one that can be used here. room: whether its memory
-    is planned.
+    """Guess further tokens by the pack's drafting head or assistant, if it has one that can be used here. room: whether
+    its memory is planned.
     """
-    head, why = packed.head(), packed.headless
+    head, why, called = packed.head(), packed.headless, packed.manifest.family.drafter
     if head is not None and not room:
         why = "the card has no memory left for it"
     elif head is not None:
@@ -309,9 +309,9 @@ def _draft(decoder: FusedDecoder, packed: PackedModel, *, room: bool) -> None:
         except (Unsupported, PackError) as declined:
             why = str(declined)
     if decoder.head is not None:
-        decoder.reason += ", with the model's own drafting head"
+        decoder.reason += f", with the model's {called}"
     elif why:
-        decoder.reason += f", without the model's drafting head, because {why}"
+        decoder.reason += f", without the model's {called}, because {why}"
         _log.info("no drafting head: %s", why)
 
 

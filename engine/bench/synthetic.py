@@ -8,7 +8,7 @@ names; routers are made as confident as a published one, so that dropping by sco
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -23,10 +23,12 @@ from ...kernels.activation import applied
 from ...kernels.codes import group_size
 from ...kernels.weights import ExpertRows, LinearWeights, SignalWeights
 from ...models.catalog import described
-from ...models.catalog_entry import Convolutions, Sizes
+from ...models.catalog_entry import AssistantSizes, Convolutions, Sizes
 from ...models.errors import FloeError, UsageError
 from ...models.families import Family, family_of
-from ...models.modules import library_model
+from ...models.modules import assistant_modules, library_model
+from ...models.pack import assistant, quantized_linears
+from ...models.pack.assistant import PackedAssistant
 from ...models.pack.draft_head import PackedHead
 from ...models.pack.manifest import Architecture, Calibration, Manifest, PackSource, Widths
 from ...models.pack.packed_model import PackedLayer
@@ -454,12 +456,37 @@ def head(spec: Spec) -> PackedHead | None:
     )
 
 
+def assistant_of(spec: Spec) -> PackedAssistant | None:
+    """An assistant of random weights, of a family that is published with one."""
+    config, sizes = spec.config(), MODELS[spec.name].draft
+    family = family_of(config.model_type)
+    if family.assistant is None or not isinstance(sizes, AssistantSizes):
+        return None
+    kinds = ["sliding_attention"] * (sizes.layers - sizes.wide) + ["full_attention"] * sizes.wide
+    own = {"hidden_size": sizes.hidden, "intermediate_size": sizes.intermediate}
+    text: dict[str, Any] = {**config.to_dict(), **own, "num_hidden_layers": sizes.layers, "layer_types": kinds}
+    heads = next(iter(text["per_layer_config"].values()))  # of the layers that see all tokens
+    text["per_layer_config"] = {str(sizes.layers - 1 - layer): heads for layer in range(sizes.wide)}
+    fields = assistant.kept_fields({"text_config": text, "backbone_hidden_size": config.hidden_size})
+    made = assistant.config_of(fields, config, family)
+    shapes = assistant_modules.shapes_of(made, config.hidden_size)
+    tensors = _tensors({name: torch.Size(shape) for name, shape in shapes.items()}, spec, family)
+    hidden, width = config.hidden_size, sizes.hidden
+    joined = quantized_linears.load(tensors, assistant.JOINED, width, 2 * hidden, spec.dense)
+    back = quantized_linears.load(tensors, assistant.BACK, hidden, width, spec.dense)
+    return PackedAssistant(made, tensors, joined, back)
+
+
 def dense_tensors(spec: Spec, family: Family, head: Any = None) -> dict[str, Tensor]:
     """Everything but the experts, as a pack has it. head: configuration of a drafting head, whose layer it is then."""
+    shapes = _dense_shapes(spec.config() if head is None else head)
+    ends = () if head is None else ("model.embed_tokens.weight", "lm_head.weight")  # the model's
+    return _tensors({name: shape for name, shape in shapes.items() if name not in ends}, spec, family)
+
+
+def _tensors(shapes: Mapping[str, torch.Size], spec: Spec, family: Family) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
-    for name, shape in _dense_shapes(spec.config() if head is None else head).items():
-        if head is not None and name in ("model.embed_tokens.weight", "lm_head.weight"):
-            continue  # the model's
+    for name, shape in shapes.items():
         layer = name.removesuffix(".weight")
         if (bits := _dense_width(layer, spec, family)) < 16:
             vector = layout_of(shape[1], bits)
@@ -476,7 +503,8 @@ def dense_tensors(spec: Spec, family: Family, head: Any = None) -> dict[str, Ten
 
 def _dense_width(layer: str, spec: Spec, family: Family) -> int:
     """Bits of a layer as packing stores it; 16 unless it is a low-bit layer."""
-    return width_of(layer, spec.dense) if spec.dense < 16 and family.is_linear(layer) else 16
+    coded = family.is_linear(layer) or layer in (assistant.JOINED, assistant.BACK)
+    return width_of(layer, spec.dense) if spec.dense < 16 and coded else 16
 
 
 def _normal(*shape: int) -> Tensor:

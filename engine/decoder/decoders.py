@@ -20,6 +20,7 @@ from ...models.families.derived import Derived
 from ..outcomes import explained
 from ..sampling import Sampler
 from . import finite_check
+from .draft_assistant import DraftAssistant
 from .draft_head import DraftHead
 from .draft_model import DraftModel
 from .fused_pass import FusedDecoder
@@ -50,7 +51,7 @@ class Decoder(Protocol):
 
     reason: str
     passed: Callable[[float], None] | None
-    head: DraftHead | DraftModel | None
+    head: DraftHead | DraftAssistant | DraftModel | None
     device: torch.device
 
     def prepare(self) -> None:
@@ -115,7 +116,7 @@ class LibraryDecoder:
     def __init__(self, model: Any, reason: str = "dense layers in transformers") -> None:
         self.model, self.reason = model, reason
         self.passed: Callable[[float], None] | None = None
-        self.head: DraftHead | DraftModel | None = None
+        self.head: DraftHead | DraftAssistant | DraftModel | None = None
         self.device: torch.device = model.get_input_embeddings().weight.device
         kinds = set(getattr(model.config, "layer_types", None) or ())
         self._recurrent = bool(kinds - {"full_attention", "sliding_attention"})

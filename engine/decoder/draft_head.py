@@ -38,7 +38,7 @@ from .quantized_linear import PackedLinear, through
 # frequent, and the output layer would take most of a guess's time (FR-Spec, arXiv 2502.14856).
 _PARTS, _NEARLY, _RECENT = (8, 4, 1), 0.95, 256
 _MOST = 512  # tokens that the head may be behind the model: going through them costs about a token's time
-_PRESET = Preset("Draft", x_bits=X_BITS_COARSE)
+PRESET = Preset("Draft", x_bits=X_BITS_COARSE)
 
 
 class DraftHead:
@@ -55,7 +55,7 @@ class DraftHead:
     def __init__(
         self, packed: PackedHead, family: Family, bits: int, ends: ModelEnds, window: int, kv_bits: int
     ) -> None:
-        control = Control(_PRESET)
+        control = Control(PRESET)
         tree = _modules(packed, family, bits, ends.embedding, control)
         self._rope, stream = read_rope(tree, family), read_stream(tree, family)
         self._layers = read_layers(tree, family, self._rope, kv_bits)
@@ -64,7 +64,7 @@ class DraftHead:
             raise Unsupported("its drafting head is not one layer that attends")
         self._model, self._norm, self._eps = ends, stream.norm, stream.eps
         self._norms = [norm.to(ends.embedding) for norm in (packed.embedding_norm, packed.hidden_norm)]
-        self._joined = _linear(packed.joined, control, ends.embedding)
+        self._joined = linear(packed.joined, control, ends.embedding)
         self._parts = {rows: first(ends.head, rows) for rows in parts(len(ends.embedding))}
         dtype = kept_dtype(tree, family, kv_bits)
         self._store = GrowingStore(Layout((heads.entry,), window, dtype, ends.embedding.device))
@@ -206,11 +206,13 @@ def _modules(packed: PackedHead, family: Family, bits: int, embedding: Tensor, c
         layer = packed.experts.there(device)
         return MoELayer(0, layer, control, Telemetry(1, len(layer.signal.q)))
 
-    def linear(weights: LinearWeights, bias: nn.Parameter | None) -> nn.Module:
+    def packed_linear(weights: LinearWeights, bias: nn.Parameter | None) -> nn.Module:
         return PackedLinear(weights.there(device), bias, control)
 
     dense, device = packed.dense | {"model.embed_tokens.weight": embedding}, str(embedding.device)
-    return library_model.build(packed.config, family, dense, bits, experts, linear, embedding.dtype, device, made)
+    return library_model.build(
+        packed.config, family, dense, bits, experts, packed_linear, embedding.dtype, device, made
+    )
 
 
 def parts(vocabulary: int) -> list[int]:
@@ -225,7 +227,8 @@ def nearest(sizes: Sequence[int], ids: Sequence[int]) -> int:
     return next(number for number, size in enumerate(sizes) if sum(token < size for token in recent) >= least)
 
 
-def _linear(weights: LinearWeights | Tensor, control: Control, like: Tensor) -> nn.Module:
+def linear(weights: LinearWeights | Tensor, control: Control, like: Tensor) -> nn.Module:
+    """y = x · Wᵀ by a pack's weights, of the type and on the device of `like`."""
     if isinstance(weights, LinearWeights):
         return PackedLinear(weights.there(str(like.device)), None, control)
     made = nn.Linear(weights.shape[1], weights.shape[0], bias=False, device="meta")

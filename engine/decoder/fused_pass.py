@@ -22,6 +22,7 @@ from ...kernels.cpu.native_step import NativeStep
 from ...kernels.entries import CODES
 from ...kernels.mixers.grouped import Heads
 from ...kernels.step import ModelEnds, Stepped, capped
+from ...models.pack.assistant import PackedAssistant
 from ...models.pack.draft_head import PackedHead
 from ..experts.moe_layer import PREFILL_CHUNK, MoELayer
 from ..machine.hardware import ram
@@ -31,6 +32,7 @@ from . import graphs
 from .card.card_draft import CardDraft
 from .card.card_ends import Ends
 from .divided import DividedPass, DividedStore, made_store
+from .draft_assistant import DraftAssistant
 from .draft_head import DraftHead, first
 from .draft_model import DraftModel
 from .finite_check import NO_PART, is_finite
@@ -97,7 +99,7 @@ class FusedDecoder:
         experts = [layer.experts for layer in self.layers if isinstance(layer.experts, MoELayer)]
         self._apart = not all(layer.alone for layer in experts)
         self.passed: Callable[[float], None] | None = None
-        self.head: DraftHead | DraftModel | None = None
+        self.head: DraftHead | DraftAssistant | DraftModel | None = None
         self.way = Way(self)
         self.reason = "dense layers in floe-chat's own pass"
         if self._kv.bits == 8:
@@ -127,8 +129,8 @@ class FusedDecoder:
         except (NativeUnavailableError, ValueError) as error:
             raise Unsupported(str(error)) from error
 
-    def draft_by(self, packed: PackedHead, bits: int) -> None:
-        """Guess further tokens by a head of this model. bits: of linear layers in its dense part.
+    def draft_by(self, packed: PackedHead | PackedAssistant, bits: int) -> None:
+        """Guess further tokens by a head of this model, or by its assistant. bits: of linear layers in its dense part.
 
         Raises:
             Unsupported: a head that is not computed, or tokens that are computed one by one. PackError: its tensors do
@@ -136,6 +138,13 @@ class FusedDecoder:
         """
         if self.way.most == 1:
             raise Unsupported(f"tokens are computed {self.way.how}")
+        if isinstance(packed, PackedAssistant):
+            if self.device.type != "cpu":
+                raise Unsupported("it reads keys and values in RAM alone")
+            family, kinds = record_of(self._config), self._config.layer_types
+            read = self.layers, kinds, self._rope, self._ends(), self.store
+            self.head = DraftAssistant(packed, family, bits, *read)
+            return
         given = packed, record_of(packed.config), bits, self._ends(), self._window, self._kv.bits
         if not graphs.possible(self.device):
             self.head = DraftHead(*given)

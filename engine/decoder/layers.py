@@ -168,7 +168,7 @@ def read_layers(model: Any, family: Family, rope: Ropes, kv_bits: int = 16) -> l
         rope_at, order = rope.of(index)
         there = None if order is None else order.to(_device(layer))
         first, mixer = _read_mixer(_mixer_of(layer), index, family, model.config, kept, there, rope_at)
-        read.append(_read(layer, index, family, model.config, eps, first, mixer))
+        read.append(read_layer(layer, index, family, model.config, eps, first, mixer))
     return read
 
 
@@ -205,9 +205,10 @@ def _is_packed(module: nn.Module) -> bool:
     return isinstance(module.inner if isinstance(module, Reordered) else module, PackedLinear)
 
 
-def _read(
+def read_layer(
     layer: Any, index: int, family: Family, config: Any, eps: float, first: nn.Module, mixer: Mixer
 ) -> DecoderLayer:
+    """One layer's parts around its mixer, which `first` leads to. Raises: Unsupported: as `read_layers`."""
     block, has_experts = family.block_of(layer), index not in family.dense_layers(config)
     return DecoderLayer(
         read_norm(family, getattr(layer, family.first_norm)),

@@ -10,6 +10,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from ..decoder.decoders import Decoder
+from ..decoder.draft_assistant import DraftAssistant
 from ..decoder.draft_head import DraftHead
 from ..decoder.draft_model import DraftModel
 from ..decoder.kv_cache import KVCache
@@ -33,7 +34,7 @@ class Led:
         self._inner, self._group, self._control = inner, group, control
         self.reason, self.device = f"{words}; {inner.reason}", inner.device
         self.passed: Callable[[float], None] | None = None
-        self.head: DraftHead | DraftModel | None = None
+        self.head: DraftHead | DraftAssistant | DraftModel | None = None
         self._told: Preset | None = None  # which the others have
         self._numbers: weakref.WeakKeyDictionary[KVCache, int] = weakref.WeakKeyDictionary()
         self._next = itertools.count()

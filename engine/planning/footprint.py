@@ -12,7 +12,7 @@ from ...kernels.activation import UNGATED
 from ...kernels.codes import group_size
 from ...kernels.entries import CODES, entry_of
 from ...kernels.layouts import RowLayout, VectorLayout
-from ...models.catalog_entry import Counted, Recurrent, Sizes
+from ...models.catalog_entry import AssistantSizes, Counted, Recurrent, Sizes
 from ...models.families import family_of
 from ...models.families.sizes import sizes_of as family_sizes
 from ...models.pack import learned_predictor, table
@@ -58,7 +58,10 @@ class Footprint:
         draft = (
             sum(rows * _vector(columns, spec.dense) for rows, columns in sizes.in_draft()) + 2 * sizes.small_of_draft
         )
+        draft += sum(rows * _vector(columns, width_of("lm_head", spec.dense)) for rows, columns in sizes.head_of_draft)
         draft += sizes.experts * (up_bytes + sizes.intermediate * row) if sizes.draft == "experts" else 0
+        if isinstance(sizes.draft, AssistantSizes) and sizes.draft.nbytes:
+            draft = sizes.draft.nbytes
         head = sizes.vocab * _vector(sizes.hidden, width_of("lm_head", spec.dense))
         return cls(
             sizes,
@@ -114,7 +117,15 @@ class Footprint:
 
 def sizes_of(manifest: Manifest, config: Any) -> Sizes:
     """Of a pack; `config`: as config.json has it."""
-    return family_sizes(family_of(manifest.architecture.model_type), config)
+    return with_assistant(family_sizes(family_of(manifest.architecture.model_type), config), manifest)
+
+
+def with_assistant(sizes: Sizes, manifest: Manifest) -> Sizes:
+    """Of a pack, by what its config.json says, which knows nothing of an assistant."""
+    file = manifest.beside.get(DRAFT)
+    if file is None or manifest.family.assistant is None:
+        return sizes
+    return replace(sizes, draft=AssistantSizes(nbytes=file.size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any
 from ...kernels.types import SCRATCH
 from ...models.catalog_entry import Sizes
 from ...models.errors import UsageError
+from ...models.families import family_of
 from ...models.pack.manifest import DRAFT, Manifest
 from ...models.pack.packed_model import PackedLayer
 from ...models.quantities import memory as size
@@ -347,8 +348,9 @@ def _used(ram: int, takes: Footprint, context: int | None, kv_bits: int) -> dict
         uses["dense"] = takes.sizes.layers * takes.attention + takes.head + 2 * takes.kept
         kv = kv_bytes(takes.sizes, kv_bits, kv_element(takes.spec.dense, takes.sizes))
         uses["context"] = kv.of(context) + kv.past(context, ram)
-        if takes.draft:  # which attends, too
-            uses[HEAD] = takes.draft + kv.of(context) // takes.sizes.attending
+        if takes.draft:  # which attends, too; an assistant to the model's own keys and values
+            own = 0 if family_of(takes.sizes.model_type).assistant else kv.of(context) // takes.sizes.attending
+            uses[HEAD] = takes.draft + own
     return uses
 
 

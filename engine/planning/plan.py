@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ...models import catalog, quantities
@@ -20,6 +20,7 @@ from ...models.packing.pack import PackSpec
 from ...models.published import PUBLISHED
 from ..context import CONTEXT
 from . import reasons
+from .footprint import with_assistant
 from .machine import Machine
 from .measured_figures import figures
 from .options import DEFAULT, WIDTHS, Option, option
@@ -80,6 +81,8 @@ def make(
         raise UsageError(f"A context cannot have {context} tokens", "", "Give --context 1 or more.")
     context = min(context, entry.sizes.window)
     packed = Manifest.read(entry.folder) if entry.packed and entry.folder is not None else None
+    if packed is not None:
+        entry = replace(entry, sizes=with_assistant(entry.sizes, packed))
     options = tuple(option(machine, entry, spec, context, keep_source, kv_bits) for spec in _widths(entry, packed))
     chosen = _choose(options)
     if chosen is None:

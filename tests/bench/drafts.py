@@ -8,9 +8,9 @@ The answers to held-out questions, and to each of them asked again in the same c
     OMP_WAIT_POLICY=passive python tests/bench/drafts.py --synthetic qwen3.6-35b-a3b [--layers 16]
         [--right 0.88 0.8 0.7] [--preset Balanced]
 
-A model of full width and random weights, with a drafting head that computes all that it would, but whose first, second
-and third guesses are right as often as said. It has too few layers, so that the head takes a larger share of a
-token than it would: seconds of a guess, in those of a token, are printed for that.
+A model of full width and random weights, with a drafting head or assistant that computes all that it would, but whose
+first, second and third guesses are right as often as said. It has too few layers, so that guesses take a larger share
+of a token than they would: seconds of a guess, in those of a token, are printed for that.
 
     python tests/bench/drafts.py --synthetic qwen3-30b-a3b --layers 12 --drafter 2 4 6 [--right 0.8 0.8 0.8]
 
@@ -27,14 +27,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from floe_chat.assets.demo.make.facts import read_heldout
 from floe_chat.engine import quality_presets
 from floe_chat.engine.bench import synthetic
 from floe_chat.engine.bench.subject import Subject
-from floe_chat.engine.decoder.draft_head import DraftHead
+from floe_chat.engine.decoder.draft_assistant import DraftAssistant
 from floe_chat.engine.decoder.draft_model import DraftModel
 from floe_chat.engine.decoder.fused_pass import FusedDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
@@ -43,7 +43,6 @@ from floe_chat.engine.events import Sampling
 from floe_chat.engine.generate import Answer, Progress
 from floe_chat.engine.loader import LoadedModel, load
 from floe_chat.engine.machine.conditions import computing
-from floe_chat.kernels.cpu.native_ends import NativeEnds
 from floe_chat.models.tokenizer.chat_format import ChatFormat
 from torch import Tensor
 
@@ -102,21 +101,34 @@ def of_pack(folder: Path, rounds: int) -> None:
         print(f"{name}: {median(found):.2f}x ({min(found):.2f} to {max(found):.2f})", flush=True)
 
 
-class SetHead(DraftHead):
+class SetHead:
     """Guesses by the model's answer, right as often as set, once the head itself has guessed."""
+
+    def __init__(self, own: Any) -> None:
+        """own: of whose guesses a quarter of the vocabulary is thought, as if the text were in it, which is random."""
+        self._own = own
+        name = "_heads" if isinstance(own, DraftAssistant) else "_ends"
+        parts = getattr(own, name)
+        parts[:] = [parts[1]] * len(parts)
+        self.saw: Callable[[KVCache, Sequence[int], Tensor], None] = own.saw
+
+    @property
+    def behind(self) -> int:
+        """See `DraftHead`."""
+        return self._own.behind
 
     def begin(self, prompt: int, answer: Sequence[int], right: Sequence[float], seed: int) -> None:
         """answer: what the model draws behind so many tokens of a prompt."""
         self._set = prompt, answer, right, random.Random(seed)
 
-    def _nearest(self) -> NativeEnds:
-        """Of a quarter of the vocabulary, as if the text were in it, which is random."""
-        return self._ends[1]
-
     def guess(self, token: int, kv: KVCache, more: Callable[[list[float]], bool]) -> tuple[list[int], list[float]]:
         """See `DraftHead`."""
         prompt, answer, right, drawn = self._set
-        tokens, _ = super().guess(token, kv, lambda likely: more(list(right[: len(likely)])))
+
+        def asked(likely: list[float]) -> bool:
+            return more(list(right[: len(likely)]))
+
+        tokens, _ = self._own.guess(token, kv, asked)
         following = answer[kv.length + 1 - prompt :][: len(tokens)]
         wrong = [drawn.random() > chance for chance in right]
         return [one + missed for one, missed in zip(following, wrong, strict=False)], list(right[: len(following)])
@@ -190,21 +202,20 @@ def drafting_models(spec: synthetic.Spec, layers: Sequence[int], preset: str, ri
 
 def synthetic_model(spec: synthetic.Spec, preset: str, right: Sequence[float], rounds: int) -> None:
     """Print how much faster answers come."""
-    subject, head = synthetic.make(spec, "cpu", lambda _step: None), synthetic.head(spec)
-    decoder, a = subject.decoder, subject.manifest.architecture
+    subject = synthetic.make(spec, "cpu", lambda _step: None)
+    head = synthetic.head(spec) or synthetic.assistant_of(spec)
+    decoder: Any = subject.decoder
+    a = subject.manifest.architecture
     assert head is not None and isinstance(decoder, FusedDecoder)
     decoder.draft_by(head, spec.dense)
-    own = decoder.head
-    assert isinstance(own, DraftHead)
-    own.__class__ = SetHead
-    assert isinstance(own, SetHead)
+    own = SetHead(decoder.head)
     subject.control.preset = quality_presets.get(preset, subject.manifest)
     prompt, depth = subject.prompt(32), Depth()
     with computing(None, a.hidden, a.intermediate):
         for number in range(rounds):
             decoder.head = None
             plain = answered(subject, prompt, (), None)
-            decoder.head = own
+            decoder.head = own  # pyright: ignore[reportAttributeAccessIssue]
             own.begin(len(prompt), plain.tokens, right, number)
             drafted = answered(subject, prompt, (), depth)
             assert drafted.tokens == plain.tokens

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from floe_chat.engine.decoder.draft_assistant import DraftAssistant
 from floe_chat.engine.decoder.draft_head import DraftHead
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.drafts import Depth, Guess
@@ -15,6 +16,8 @@ from floe_chat.engine.events import MOST_TOGETHER, Extras, Sampling
 from floe_chat.engine.generate import Answer
 from floe_chat.engine.loader import LoadedModel
 from floe_chat.engine.sampling import Sampler
+from floe_chat.models.checking.repair import add_draft
+from floe_chat.models.packing.assistant_part import AssistantSource
 from floe_chat.models.packing.pack import EXACT
 
 from .. import families
@@ -25,39 +28,41 @@ WARM = Sampling(temperature=0.8, top_k=40, min_p=0.01, repetition_penalty=1.1, s
 PROMPT = [5, 9, 17, 3, 42, 5, 9, 17, 200, 7, 11, 60, 61, 3, 42]
 
 
+def silent(_step: str, _share: float, _left: float | None) -> None:
+    """Progress that nobody looks at."""
+
+
 @dataclass
 class Case:
     """A model with a head, and the library's models of both."""
 
     loaded: LoadedModel
     whole: Any
-    theirs: families.Head
+    theirs: families.Head | families.Assistant
 
     @property
-    def head(self) -> DraftHead:
-        assert isinstance(self.loaded.decoder.head, DraftHead)
+    def head(self) -> DraftHead | DraftAssistant:
+        assert isinstance(self.loaded.decoder.head, DraftHead | DraftAssistant)
         return self.loaded.decoder.head
 
     def defined(self, text: Sequence[int], count: int, seen: int = 100) -> list[int]:
-        """The first guesses behind a text, by the definition: what is seen of it goes through the head at once."""
-        model = self.whole
-        hidden = model.model(input_ids=torch.tensor([text[:-1]]), use_cache=False).last_hidden_state[0][-seen:]
-        ids, found = torch.tensor(text[-len(hidden) - 1 :]), list[int]()
-        for _ in range(count):
-            own = self.theirs.states(model, ids, torch.cat([hidden, hidden[:1]]))[-1:]
-            found.append(int(model.lm_head(own).argmax()))
-            ids, hidden = torch.cat([ids, torch.tensor(found[-1:])]), torch.cat([hidden, own])
-        return found
+        """The first guesses behind a text, by the definition."""
+        return self.theirs.guesses(self.whole, text, count, seen)
 
 
-@pytest.fixture(scope="module", params=["qwen3_5_moe", "glm4_moe", "deepseek_v3", "ernie4_5_moe"])
+@pytest.fixture(scope="module", params=["qwen3_5_moe", "glm4_moe", "deepseek_v3", "ernie4_5_moe", "gemma4"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = tmp_path_factory.mktemp("head")
     source = families.make(request.param, folder / "source")
-    theirs = families.add_head(source)
-    make_pack(source, folder / "pack", EXACT)
+    if request.param in families.HEADS:
+        theirs = families.add_head(source)
+    else:
+        theirs = families.add_assistant(source, folder / "assistant")
+    family = make_pack(source, folder / "pack", EXACT).family
+    if isinstance(theirs, families.Assistant):
+        add_draft(AssistantSource(folder / "assistant", family), folder / "pack", silent)
     loaded = open_model(folder / "pack", "Exact")
-    assert "with the model's own drafting head" in loaded.decoder.reason
+    assert f"with the model's {family.drafter}" in loaded.decoder.reason
     return Case(loaded, reference_model(source), theirs)
 
 
