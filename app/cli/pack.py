@@ -52,6 +52,12 @@ from ..setup.packing_progress import TooShortError, time_left, tokens_of
     "--device", default="cpu", show_default=True, metavar="NAME", help="Device that quantizes: cpu, cuda or cuda:N."
 )
 @click.option("--no-draft", is_flag=True, help="Leave out the head that guesses further tokens, where there is one.")
+@click.option(
+    "--assistant",
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="For Gemma 4: the checkpoint of the model that guesses its tokens, to pack with it.",
+)
 @click.option("--fresh", is_flag=True, help="Start again instead of continuing an interrupted pack.")
 def pack(
     source: Path,
@@ -67,6 +73,7 @@ def pack(
     text_file: Path | None,
     device: str,
     no_draft: bool,
+    assistant: Path | None,
     fresh: bool,
 ) -> None:
     """Pack the checkpoint SOURCE into folder DESTINATION.
@@ -106,7 +113,10 @@ def pack(
         spec = PackSpec(*widths, device=device, signal=signal, rounding=by, draft=not no_draft)
         called = name or destination.resolve().name
         manifest, size = pack_folder(
-            *(source, destination, spec, called, progress, text_file), fresh=fresh, text_needed=rounding == CALIBRATED
+            *(source, destination, spec, called, progress, text_file),
+            fresh=fresh,
+            text_needed=rounding == CALIBRATED,
+            assistant=assistant,
         )
     click.echo(f"{destination}: {manifest.describe()}, {size / 1e9:.3g} GB", err=True)
     if why := manifest.inexact:
@@ -125,17 +135,26 @@ def pack_folder(
     *,
     fresh: bool = False,
     text_needed: bool = False,
+    assistant: Path | None = None,
 ) -> tuple[Manifest, int]:
     """Pack `source`, calibrating on a text file or the built-in text; returns the manifest and the pack's bytes.
 
     If the text file is too short, and not needed, the weights are rounded without it, and thresholds are measured on
     the built-in text.
 
+    Args:
+        assistant: the checkpoint of the model's assistant, which is packed with it.
+
     Raises:
-        FloeError: as `Checkpoint` and `pack`. UsageError: also if the text cannot be read, or is needed and too short.
+        FloeError: as `Checkpoint`, `pack` and `add_draft`. UsageError: also if the text cannot be read, or is needed
+            and too short.
     """
+    from ...models.checking.repair import add_draft
     from ...models.gguf.shelf import opened
+    from ...models.pack.manifest import Manifest
     from ...models.pack.widths import HQQ
+    from ...models.packing.assistant_part import AssistantPart, AssistantSource
+    from ...models.packing.pack import make_manifest
     from ...models.packing.pack import pack as write_pack
 
     with opened(source) as checkpoint:
@@ -146,5 +165,11 @@ def pack_folder(
                 raise
             tokens, spec = tokens_of(checkpoint.folder, None), replace(spec, rounding=HQQ)
             note(f"{error.title}: {error.cause} The weights are rounded by HQQ, and thresholds use the built-in text.")
+        if assistant is not None:  # which is known to fit before the hours of packing
+            guesser = AssistantSource(assistant, checkpoint.family)
+            AssistantPart(guesser, make_manifest(checkpoint, spec, tokens, name), checkpoint.config)
         manifest = write_pack(checkpoint, destination, spec, tokens, name, progress, fresh=fresh)
+        if assistant is not None:
+            add_draft(AssistantSource(assistant, checkpoint.family), destination, progress)
+            manifest = Manifest.read(destination)
     return manifest, manifest.nbytes

@@ -12,7 +12,7 @@ import click
 
 from ...models.errors import FloeError
 from .. import progress
-from ..setup.adding import source_of
+from ..setup.adding import assistant, assistant_of, source_of
 from ..text import units
 from ..text.plain_text import printable
 
@@ -119,11 +119,16 @@ def _repair(
     def told(step: str, share: float, _left: float | None) -> None:
         _step(step, share)
 
-    with source_of(folder, manifest, source) as checkpoint:
-        changed = list[str]()
-        if names:
-            changed = repair(checkpoint, folder, names, tokens_of(checkpoint.folder, text_file), told)
-        if drafts:
+    changed = list[str]()
+    assisted = drafts and manifest.family.assistant is not None
+    if names or not assisted:
+        with source_of(folder, manifest, source) as checkpoint:
+            if names:
+                changed = repair(checkpoint, folder, names, tokens_of(checkpoint.folder, text_file), told)
+            if drafts and not assisted:
+                add_draft(checkpoint, folder, told)
+    if assisted:
+        with assistant(assistant_of(manifest), folder, manifest) as checkpoint:
             add_draft(checkpoint, folder, told)
     for name in changed:
         progress.note(

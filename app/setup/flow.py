@@ -202,6 +202,8 @@ class Setup:
         packed = (self.wish.folder / FILE_NAME).exists() and not (self.wish.folder / UNFINISHED).exists()
         if not packed:  # else it was stopped between packing and the end
             self._make()
+        if self.wish.draft and not self.wish.pack and self.wish.local is None:
+            self._assist()
         self._reach("checking")
         self._step, self._left = "Checking the pack", None
         PackedModel.open(self.wish.folder)
@@ -276,6 +278,26 @@ class Setup:
             self._step = "Waiting for the first weights"
             self._reach("working")
             pack(checkpoint, self.wish.folder, spec, tokens, self.wish.name, self._told)
+        self._shelf = None
+
+    def _assist(self) -> None:
+        """Fetch the assistant that was published for the model, if one is listed; it can be added later, too."""
+        from ...models.checking.repair import add_draft
+        from ...models.pack.manifest import DRAFT, Manifest
+        from .adding import assistant, assistant_of
+
+        manifest = Manifest.read(self.wish.folder)
+        place = "" if DRAFT in manifest.beside else assistant_of(manifest)
+        if not place:
+            return
+        self._step, self._left = f"Fetching {place}", None
+        try:
+            with assistant(place, self.wish.folder, manifest, self._follow) as source:
+                add_draft(source, self.wish.folder, self._reported)
+        except FloeError as error:
+            self._reach("working")  # where it was stopped, that is the reason
+            again = f"To add it later: floe-chat setup {self.wish.name}"
+            self._notices.append(f"{error.title}, so there is no assistant that guesses further tokens. {again}")
         self._shelf = None
 
     @contextmanager

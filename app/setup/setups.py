@@ -102,7 +102,8 @@ def look_up(wanted: Wish, token: str | None = None) -> CatalogEntry:
         known = catalog.with_gguf(repo.name)
         if known is None or known.headless.sizes != read.headless.sizes:
             known = read
-        known = replace(known, sizes=read.sizes)
+        # An assistant is fetched from its own repository, whatever file the model is made of.
+        known = replace(known, sizes=replace(read.sizes, draft=known.sizes.draft) if known.assistant else read.sizes)
         place = wanted.model if "://" in wanted.model else f"{repo.name}:{repo.gguf.label}"
         rounded = replace(known, rounding=read.rounding, coarse=read.coarse, file_bytes=repo.gguf.bytes, others=others)
         return replace(rounded, name=wanted.name, repo=place, gated=repo.gated, ready=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
+from ....models.catalog_entry import AssistantSizes
 from ....models.quantities import digits, estimate, forecast, memory, size, trimmed
 from ...setup.ready_words import in_short
 from .wrapping import columns, wrapped
@@ -179,11 +180,20 @@ def _lines(plan: Plan, chosen: Option) -> list[str]:
         ("GPU", uses(dict(chosen.vram))),
         ("RAM", uses(dict(chosen.ram))),
         ("disk", _disk(chosen, plan)),
-        ("drafting", f"a head of {size(draft)} in the pack" if (draft := chosen.disk.get("draft")) else ""),
+        ("drafting", _drafting(plan, chosen)),
         ("download", download),
         ("packing", "" if plan.pack_s is None else f"{forecast(plan.pack_s)} on {plan.machine.cores} cores"),
     ]
     return [wrapped(f"  {name:<{_NAME}}{text}", others=" " * (_NAME + 2)) for name, text in words if text]
+
+
+def _drafting(plan: Plan, chosen: Option) -> str:
+    """What guesses further tokens, if anything does."""
+    draft, listed = chosen.disk.get("draft"), plan.entry.assistant
+    if not draft:
+        return ""
+    what = f"an assistant{f' ({listed})' if listed else ''}"
+    return f"{what if isinstance(plan.entry.sizes.draft, AssistantSizes) else 'a head'} of {size(draft)} in the pack"
 
 
 def _measured(plan: Plan) -> str:

@@ -14,7 +14,8 @@ from ....models.errors import AccessError, FloeError, UsageError
 from ....models.paths import expanded
 from ....models.quantities import fetching
 from ...progress import clear, note, step
-from ...setup.adding import lacks_head, source_of
+from ...setup.adding import assistant as assistant_from
+from ...setup.adding import assistant_of, lacks_head, source_of
 from ...setup.flow import Setup, SetupProgress
 from ...setup.packing_progress import time_left
 from ...setup.setups import look_up
@@ -49,6 +50,11 @@ _LEAVING_S = 2.0  # that Ctrl+C waits for the current work, which is repeated la
     help="Look for a copy in the folders of LM Studio, Ollama and llama.cpp, and pack that.  [default: ask]",
 )
 @click.option("--no-draft", is_flag=True, help="Leave out the head that guesses further tokens, where there is one.")
+@click.option(
+    "--assistant",
+    metavar="PLACE",
+    help="For Gemma 4: the model that guesses its tokens, a folder or a hub id.  [default: the listed one]",
+)
 @click.option("--yes", "-y", is_flag=True, help="Start without asking.")
 @click.option(
     "--tune/--no-tune",
@@ -66,6 +72,7 @@ def setup(
     to: str | None,
     look: bool | None,
     no_draft: bool,
+    assistant: str | None,
     yes: bool,
     tuning: bool | None,
     forgetting: bool,
@@ -81,7 +88,7 @@ def setup(
     web server, with a pack's manifest.json in it.
 
     Where MODEL is set up already, without the head for guessing further tokens that it was published with, that head
-    is fetched and added.
+    is fetched and added; Gemma 4 has an assistant instead, a small model of its own.
 
     You can stop it at any time with Ctrl+C. The same command, or `floe-chat setup` alone, continues it. For a model
     with terms to accept, the token comes from HF_TOKEN or `hf auth login`; otherwise you are asked for one, and it is
@@ -97,17 +104,19 @@ def setup(
         return
     for bad in bad_notes():
         note(str(bad))
+    if no_draft and assistant is not None:
+        raise click.UsageError("--assistant and --no-draft exclude each other")
     wanted = _begun(begun, model, name)
     given = {part: count for part, count in bits.items() if count is not None}
     token: str | None = None
-    if wanted is None and not no_draft and (lacking := _headless(model, name)) is not None:
-        _add_head(*lacking, ask=not yes)
+    if wanted is None and not no_draft and (lacking := _headless(model, name, assistant)) is not None:
+        _add_head(*lacking, assistant, ask=not yes)
         click.echo(printable(str(lacking[0])))
         return
     if wanted is None:
         called = model or _recommended(begun, ask=not yes)
         wanted, token = _planned(
-            called, name, given, to=to, here_only=pack_here, look=look, ask=not yes, draft=not no_draft
+            called, name, given, to=to, here_only=pack_here, look=look, ask=not yes, draft=not (no_draft or assistant)
         )
     else:
         _check_same(wanted, given, model)
@@ -119,6 +128,8 @@ def setup(
             )
         note(f"Continuing the setup of {wanted.name}.")
     _run(wanted, token)
+    if assistant is not None:
+        _add_head(wanted.folder, None, assistant, ask=False)
     _tune(wanted, tuning, ask=not yes)
     click.echo(printable(str(wanted.folder)))
 
@@ -209,36 +220,50 @@ def _check_same(wanted: Wish, given: dict[str, int], model: str | None) -> None:
         )
 
 
-def _headless(model: str | None, name: str | None) -> tuple[Path, Path | None] | None:
-    """The folder of a pack that is set up and lacks its drafting head, and that of its checkpoint, if it is named."""
+def _headless(model: str | None, name: str | None, assistant: str | None) -> tuple[Path, Path | None] | None:
+    """The folder of a pack that is set up and lacks its drafting head, and that of its checkpoint, if it is named; also
+    of one that is to have another assistant.
+    """
     usual = _meaning(model)[1]
     folders = [catalog.models_folder() / called for called in (name, model if name is None else None, usual) if called]
     try:
-        folder = next((each for each in folders if (each / "manifest.json").is_file() and lacks_head(each)), None)
+        folder = next(
+            (each for each in folders if (each / "manifest.json").is_file() and (assistant or lacks_head(each))), None
+        )
         local = catalog.source(model).folder if model and _meaning(model)[1] else None
     except (OSError, ValueError):
         return None  # too long a name
     return None if folder is None or (name is not None and folder.name != name) else (folder, local)
 
 
-def _add_head(folder: Path, source: Path | None, *, ask: bool) -> None:
-    """Add the drafting head of a model that is set up."""
+def _add_head(folder: Path, source: Path | None, assistant: str | None, *, ask: bool) -> None:
+    """Add the drafting head, or assistant, of a model that is set up."""
     from ....engine.planning.footprint import Footprint
     from ....models.checking.repair import add_draft
-    from ....models.pack.manifest import Manifest
+    from ....models.pack.manifest import DRAFT, Manifest
 
     manifest = Manifest.read(folder)
-    w = manifest.widths
-    takes = Footprint.of(catalog.described(folder).sizes, Wish("", "", w.up, w.gate, w.down, w.dense).spec())
-    place = source or manifest.source.name
-    if source is None and manifest.source.commit is None:
+    w, family = manifest.widths, manifest.family
+    if assistant and family.assistant is None:
+        raise UsageError(f"{folder.name} takes no assistant", f"{family.called} has none.", "Leave --assistant out.")
+    place = str(source or manifest.source.name)
+    known = assistant_of(manifest)
+    if family.assistant is not None:
+        place, source = assistant or known, None
+    entry = next((each for each in catalog.PUBLISHED if known and each.assistant == known), None)
+    sizes = entry.sizes if entry else catalog.described(folder).sizes
+    takes = units.size(Footprint.of(sizes, Wish("", "", w.up, w.gate, w.down, w.dense).spec()).draft)
+    if source is None and manifest.source.commit is None and family.assistant is None:
         raise UsageError(
             f"{folder.name} is set up, without the head that guesses further tokens",
             "It was packed from a folder or a GGUF file.",
             f"To add it, give the checkpoint: floe-chat setup FOLDER --name {folder.name}",
         )
-    note(f"{folder.name} is set up, without the head that guesses further tokens, which makes answers faster.")
-    note(f"It comes from {printable(str(place))} and takes {units.size(takes.draft)}. The model can be used meanwhile.")
+    if DRAFT not in manifest.beside:
+        what = "head" if family.assistant is None else "assistant"
+        note(f"{folder.name} is set up, without the {what} that guesses further tokens, which makes answers faster.")
+    size = f" and takes {takes}" if family.assistant is None or place == known else ""
+    note(f"It comes from {printable(place)}{size}. The model can be used meanwhile.")
     if ask:
         if not sys.stdin.isatty():
             hint = "Add --yes to start without one."
@@ -246,11 +271,13 @@ def _add_head(folder: Path, source: Path | None, *, ask: bool) -> None:
         if not click.confirm("Add it?", default=True, err=True):
             raise click.Abort
     try:
-        with source_of(folder, manifest, source, head=True) as checkpoint:
+        own = family.assistant is None
+        found = source_of(folder, manifest, source, head=True) if own else assistant_from(place, folder, manifest)
+        with found as checkpoint:
             add_draft(checkpoint, folder, lambda what, share, _left: step(f"{what}, {share:.0%}"))
     finally:
         clear()
-    note(f"{folder.name} has its drafting head now.")
+    note(f"{folder.name} has its {family.drafter.removeprefix('own ')} now.")
 
 
 def _recommended(begun: list[Wish], *, ask: bool) -> str:
@@ -389,7 +416,12 @@ def _told(plan: Plan, wanted: Wish, *, named: bool) -> list[str]:
         lines.append(f"It downloads {fetched} ({takes}) and needs up to {peak} of disk meanwhile.")
         lines += filter(None, (smaller(plan.entry), shorter_file(plan.entry)))
     if draft := made.disk.get("draft"):
-        lines.append(f"Its head that guesses further tokens takes {units.size(draft)} of it; --no-draft leaves it out.")
+        what = (
+            f"assistant ({plan.entry.assistant}) guesses further tokens and"
+            if plan.entry.assistant
+            else ("head that guesses further tokens")
+        )
+        lines.append(f"Its {what} takes {units.size(draft)} of it; --no-draft leaves it out.")
     if plan.pack_s is not None:
         lines.append(f"Packing takes {time_left(plan.pack_s).removesuffix(' left')} on this machine.")
     return lines
