@@ -9,29 +9,203 @@ from typing import ClassVar
 from textual import on
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
-from textual.screen import Screen
-from textual.widgets import Input, OptionList, Static
+from textual.containers import Horizontal, Vertical
+from textual.screen import ModalScreen, Screen
+from textual.widgets import Button, Input, OptionList, Static
 
+from ...models import catalog
 from ...models.catalog_entry import CatalogEntry
-from ...models.errors import FloeError
+from ...models.errors import AccessError, FloeError, UsageError
 from ...models.published import PUBLISHED
 from ...models.quantities import size
 from ...models.supported import CALLED
 from ..background import in_background
-from ..settings.servers import SavedServer
-from ..setup.setups import Setups, Surveyor, survey
+from ..settings.servers import SavedServer, forget, keep, servers
+from ..setup.flow import Setup
+from ..setup.leftovers import clear
+from ..setup.setups import PackCheck, Setups, Surveyor, remove, survey
 from ..setup.wish import Wish, wish
 from ..text.plain_text import printable
-from ..widgets.common.hints import Hints
+from ..widgets.common.hints import Hints, ScrollingPage, hints
 from ..widgets.setup import models
 from ..widgets.setup.bar import Bar
 from ..widgets.setup.models import KnownModels, Model, ModelList
 from ..widgets.setup.step import Trouble
 from .models_remove import LINKED, RemoveScreen
-from .models_server import AddServerScreen
-from .models_words import again, delete, going, keys, may_be_tried_again, places, refusal
 from .wizard.wizard import WizardScreen
+
+_ENTER = {
+    "installed": "Enter chats with it",
+    "unfinished": "Enter continues",
+    "left": "Enter says why",
+    "server": "Enter chats with it",
+    "available": "Enter sets it up",
+}
+
+
+def going(setups: Setups) -> list[str]:
+    """Describes the running setup or check."""
+    now, lines = None if setups.setup is None else setups.setup.progress(), list[str]()
+    if now is not None:
+        more = ": choose it and press Enter to chat with it" if now.state == "done" else ""
+        more = f" · {now.step}" if now.state in ("looking", "working", "checking") else more
+        lines.append(f"{setups.words()}{more}")
+    if setups.check is not None:
+        lines.append(told(setups.check))
+    return lines
+
+
+def keys(model: Model | None, setups: Setups, *, on_server_line: bool = False) -> list[str]:
+    """The key hints while `model` is highlighted; None: a line that leads to another one, or to a server."""
+    typed = "Enter types its address" if on_server_line else "Enter types its name"
+    hints = [typed if model is None else _ENTER[model.kind]]
+    if model is not None and model.kind == "installed":
+        hints += ["V checks it"]
+    if model is not None and model.kind != "available" and model.name != catalog.DEMO:
+        hints += ["X deletes it"]
+    if setups.busy:
+        paused = setups.setup is not None and setups.setup.progress().state == "paused"
+        hints += ["Space continues" if paused else "Space pauses", "S stops"]
+    return hints
+
+
+def refusal(model: Model, current: SavedServer | str | None) -> FloeError | None:
+    """Why a model is not deleted while `current` answers the chat."""
+    if model.name == catalog.DEMO:
+        return FloeError("The demo model cannot be deleted", "It is part of floe-chat.")
+    if (model.server or model.name) == current:
+        return FloeError(f"{model.name} answers this chat", "", "Choose another model first (Enter), then delete it.")
+    return None
+
+
+def places(model: Model) -> list[str]:
+    """What goes with it: folders, or a server's address."""
+    if model.server is not None:
+        return [model.server.url]
+    unfinished = model.wish
+    folders = [unfinished.place, unfinished.fetched] if unfinished else [model.folder] if model.folder else []
+    return [str(folder) for folder in (model.left.paths if model.left is not None else folders)]
+
+
+def again(model: Model) -> str:
+    """What its deletion means, in sentences."""
+    if model.server is not None:
+        return "Its address and its key will be deleted here. Chats that it answered stay."
+    return "This will be deleted, with everything in it. To use it again, it has to be set up again."
+
+
+def delete(model: Model, setups: Setups, *, linked: bool = False) -> FloeError | None:
+    """Delete it, or return why that is impossible. linked: see `remove`."""
+    try:
+        if model.server is not None:
+            forget(model.server.name)
+        elif model.wish is not None:
+            setups.give_up(model.wish)
+        elif model.left is not None:
+            clear(model.left)
+        else:
+            if setups.check is not None and setups.check.name == model.name:
+                setups.stop_check()
+            remove(model.name, linked=linked)
+    except FloeError as error:
+        return error
+    return None
+
+
+def told(check: PackCheck) -> str:
+    """A check's progress, or its result."""
+    if check.state == "checking":
+        return f"{check.name}: {check.step}"
+    if check.error is not None:
+        return f"{check.name} could not be checked: {check.error.title}. {check.error.cause}"
+    if not check.damaged:
+        return f"{check.name}: all files are intact."
+    first = check.damaged[0]
+    more = f", and {len(check.damaged) - 1} more" if len(check.damaged) > 1 else ""
+    return (
+        f"{check.name} is damaged: {first.file} ({first.cause}){more}. "
+        f"Repair it with `floe-chat verify {check.name} --repair`, or delete it and set it up again."
+    )
+
+
+def may_be_tried_again(setup: Setup) -> bool:
+    """Whether it failed for a temporary reason."""
+    return setup.progress().state == "failed" and not isinstance(setup.error, AccessError)
+
+
+_ROWS = (
+    ("name", "Name", "lab", False),
+    ("url", "Address", "http://127.0.0.1:8000", False),
+    ("model", "Model", "the only one, if empty", False),
+    ("key", "Key", "none, if empty", True),
+)
+
+
+class AddServerScreen(ModalScreen["SavedServer | None"]):
+    """Enter saves the server, Esc does not. Nothing is sent yet; the key's field shows dots."""
+
+    CSS_PATH = "../setup.tcss"
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "dismiss(None)", "do not save it", show=False),
+        Binding("ctrl+s", "save", "save it", show=False, priority=True),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fields = {
+            name: Input(placeholder=empty, password=hidden, id=name, compact=True) for name, _, empty, hidden in _ROWS
+        }
+        self._trouble = Trouble()
+
+    def compose(self) -> ComposeResult:
+        with ScrollingPage(classes="page", can_focus=False) as page:
+            page.border_title = "A server"
+            page.border_subtitle = hints("Enter saves", "Esc cancels")
+            for name, label, _empty, _hidden in _ROWS:
+                yield Horizontal(Static(label, classes="name"), self._fields[name], classes="row")
+            yield self._trouble
+            yield Static(
+                "Any server that speaks OpenAI's protocol: vLLM, SGLang, llama-server, Ollama, floe-chat serve. "
+                "Nothing is sent now. Once you chat with it, your questions, the chat before them and attached files "
+                "are. The key is saved in a file that only you can read.",
+                classes="lead",
+            )
+            with Horizontal(classes="buttons"):
+                yield Button("Save", variant="primary", compact=True)
+
+    def on_mount(self) -> None:
+        self._fields["name"].focus(scroll_visible=False)
+
+    @on(Input.Changed)
+    def _forget_trouble(self) -> None:
+        self._trouble.show(None)
+
+    @on(Input.Submitted)
+    @on(Button.Pressed)
+    def action_save(self) -> None:
+        """Save the server, if it can be one."""
+        try:
+            server = self._server()
+            keep(server)
+        except FloeError as error:
+            self._trouble.show(error)
+        else:
+            self.dismiss(server)
+
+    def _server(self) -> SavedServer:
+        from ..client.remote.address import Address, Key, need_key
+
+        given = {name: field.value.strip() for name, field in self._fields.items()}
+        for name, label, example, _hidden in _ROWS[:2]:
+            if not given[name]:
+                raise UsageError(f"The {label.lower()} is missing", "", f"Type one, such as {example}")
+        address = Address.parse(given["url"])
+        if given["name"] in (one.name for one in servers()):
+            hint = "Give another name, or delete that one first."
+            raise UsageError(f"There is a server {given['name']} already", "", hint)
+        key = need_key(given["key"], "What you typed") if given["key"] else Key()
+        return SavedServer(given["name"], address.base, given["model"], key.value)
+
 
 _PERIOD = 0.25
 

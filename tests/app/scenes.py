@@ -327,11 +327,10 @@ async def showing(name: str, size: tuple[int, int], monkeypatch: pytest.MonkeyPa
     """The program with a scene on its screen."""
     monkeypatch.setattr(models, "look", lambda _entries: FOUND)  # pyright: ignore[reportUnknownLambdaType]
     monkeypatch.setattr("floe_chat.models.hub.download.room", lambda _folder: HARDWARE.disk_free)  # pyright: ignore[reportUnknownLambdaType]
-    monkeypatch.setattr("floe_chat.app.screens.wizard.wizard_access.look_up", ask_for_terms)
+    monkeypatch.setattr("floe_chat.app.screens.wizard.wizard.look_up", ask_for_terms)
     monkeypatch.setattr("floe_chat.app.setup.elsewhere.folders", list)  # none of other programs
     begun = [WISH] if name == "wizard-resume" else []
-    for module in ("wizard", "wizard_intent"):
-        monkeypatch.setattr(f"floe_chat.app.screens.wizard.{module}.unfinished", lambda: begun)
+    monkeypatch.setattr("floe_chat.app.screens.wizard.wizard.unfinished", lambda: begun)
     monkeypatch.setattr(Wish, "taken", property(lambda _wish: 12_300_000_000))  # pyright: ignore[reportUnknownLambdaType]
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()

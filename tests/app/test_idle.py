@@ -15,7 +15,7 @@ from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.chat.composer import Composer
 from floe_chat.app.widgets.chat.transcript import Transcript
 from floe_chat.app.widgets.common.stable_text import Ground
-from floe_chat.app.widgets.panel.panel import PerformancePanel
+from floe_chat.app.widgets.panel.dashboard import PerformancePanel
 from rich.cells import cell_len
 from textual._compositor import Compositor, LayoutUpdate
 from textual.geometry import Region

@@ -12,11 +12,11 @@ from floe_chat.app.history.exporting import footer
 from floe_chat.app.screens.experts import ExpertsScreen, HeatMap
 from floe_chat.app.text import units
 from floe_chat.app.widgets.chat.composer import Composer
+from floe_chat.app.widgets.panel import dashboard
 from floe_chat.app.widgets.panel import figures as draw
-from floe_chat.app.widgets.panel import memory
+from floe_chat.app.widgets.panel.dashboard import PerformancePanel
 from floe_chat.app.widgets.panel.figures import Draw, PanelFigures
 from floe_chat.app.widgets.panel.heat import stack
-from floe_chat.app.widgets.panel.panel import PerformancePanel
 from floe_chat.engine.events import CardRows, LayerRows, Rows
 from textual.pilot import Pilot
 from textual.widgets import Digits
@@ -215,7 +215,7 @@ STATIC = dataclasses.replace(
 )
 ANY = {"static": STATIC, "some": ROWS, "cards": CARDS, "uncounted": UNCOUNTED, "zero": ZERO, "long": LONG, "none": None}
 DRAWINGS = (
-    *(memory.origins, memory.link, memory.memory),
+    *(dashboard.origins, dashboard.link, dashboard.memory),
     *(draw.speed_heading, draw.speed_course, draw.neurons, draw.strip),
 )
 
@@ -279,22 +279,22 @@ def test_every_line_fits(drawing: Draw, rows: Rows | None) -> None:
 
 
 def test_a_split_has_no_hits() -> None:
-    assert rows_of(memory.origins, figures(STATIC)) == [
+    assert rows_of(dashboard.origins, figures(STATIC)) == [
         "Split       1 of 4 layers on GPU",
         "█" * 9 + "░" * 23,
         "█ on GPU   27 %  ░ on CPU   73 %",
         "F4 or /mix pool makes a pool",
     ]
     nowhere = dataclasses.replace(figures(STATIC), loaded=dataclasses.replace(LOADED, pools=None))
-    assert len(rows_of(memory.origins, nowhere)) == 3 and "pool" not in memory.memory(figures(STATIC), 32).plain
-    assert rows_of(memory.link, figures(STATIC)) == ["Link" + " " * 28, "a split moves no rows"]
+    assert len(rows_of(dashboard.origins, nowhere)) == 3 and "pool" not in dashboard.memory(figures(STATIC), 32).plain
+    assert rows_of(dashboard.link, figures(STATIC)) == ["Link" + " " * 28, "a split moves no rows"]
     strip = rows_of(draw.strip, figures(STATIC), 76)[0]
     assert "on GPU 27 %" in strip and "hits" not in strip
 
 
 def test_what_was_not_counted_is_no_zero() -> None:
     shown = figures(UNCOUNTED)
-    origins, link = rows_of(memory.origins, shown), rows_of(memory.link, shown)
+    origins, link = rows_of(dashboard.origins, shown), rows_of(dashboard.link, shown)
     assert origins[:2] == ["Rows            not measured yet", "┄" * 32] and origins[2].count("—") == 2
     assert "rate              — of 12.1 GB/s" in link  # the peak is known before
     assert all("—" in line for line in (*origins[2:-1], *link[1:]))
@@ -303,36 +303,36 @@ def test_what_was_not_counted_is_no_zero() -> None:
 
 def test_zeros_that_were_counted_are_shown() -> None:
     shown = figures(ZERO)
-    assert rows_of(memory.origins, shown)[:4] == [
+    assert rows_of(dashboard.origins, shown)[:4] == [
         "Rows                hit rate 0 %",
         "░" * 32,
         "█ ready     0 %  ▓ coming    0 %",
         "▒ copied    0 %  ░ on CPU  100 %",
     ]
-    assert value(memory.origins, shown, "predictor recall") == "0 %"
-    assert not any(word in memory.origins(shown, 32).plain for word in ("substituted", "dropped", "left out"))
-    assert value(memory.link, shown, "wait per token") == "0 ms"
-    assert value(memory.link, shown, "of its peak") == "— not yet"
-    assert set(rows_of(memory.memory, shown)[4]) == set("▚·")
+    assert value(dashboard.origins, shown, "predictor recall") == "0 %"
+    assert not any(word in dashboard.origins(shown, 32).plain for word in ("substituted", "dropped", "left out"))
+    assert value(dashboard.link, shown, "wait per token") == "0 ms"
+    assert value(dashboard.link, shown, "of its peak") == "— not yet"
+    assert set(rows_of(dashboard.memory, shown)[4]) == set("▚·")
 
 
 def test_nothing_comes_where_nothing_is_fetched_ahead() -> None:
     none = dataclasses.replace(ZERO, recall=None, precision=None)
-    drawn = rows_of(memory.origins, figures(none))
+    drawn = rows_of(dashboard.origins, figures(none))
     assert (
         drawn[2:4] == ["█ ready     0 %  ▒ copied    0 %", "░ on CPU  100 %"]
-        and "coming" in rows_of(memory.origins, figures(dataclasses.replace(none, coming=0.1, on_cpu=0.9)))[2]
+        and "coming" in rows_of(dashboard.origins, figures(dataclasses.replace(none, coming=0.1, on_cpu=0.9)))[2]
     )
     assert any(line.startswith("predictor") and line.endswith("not used") for line in drawn)
 
 
 def test_left_out_is_what_the_engine_counted() -> None:
     thirds = dataclasses.replace(ROWS, ready=1 / 3, coming=1 / 3, copied=0.1, on_cpu=1 / 6, left_out=0.0)
-    assert "left out" not in memory.origins(figures(thirds), 32).plain
+    assert "left out" not in dashboard.origins(figures(thirds), 32).plain
     assert "left out" not in rows_of(draw.strip, figures(thirds), 100)[0]
     assert "left out 2 %" in rows_of(draw.strip, figures(ROWS), 110)[0]
     few = dataclasses.replace(ROWS, ready=0.998, coming=0.001, copied=0.0, on_cpu=0.0, left_out=0.001)
-    drawn = rows_of(memory.origins, figures(few))
+    drawn = rows_of(dashboard.origins, figures(few))
     assert drawn[1] == "█" * 30 + "▓·" and drawn[2] == "█ ready   100 %  ▓ coming   <1 %"
     assert drawn[4] == "· left out <1 %  ! answers vary"
 
@@ -341,25 +341,25 @@ def test_a_budget_is_full_or_not_known() -> None:
     shown = figures(ROWS, vram_bytes=7_400_000_000)
     assert shown.stats
     shown.stats = dataclasses.replace(shown.stats, vram_budget=7_400_000_000)
-    assert value(memory.memory, shown, "VRAM") == "7.40 of 7.40 GB"
-    assert "rest" not in memory.memory(shown, 32).plain and "·" not in rows_of(memory.memory, shown)[4]
+    assert value(dashboard.memory, shown, "VRAM") == "7.40 of 7.40 GB"
+    assert "rest" not in dashboard.memory(shown, 32).plain and "·" not in rows_of(dashboard.memory, shown)[4]
     shown.stats = dataclasses.replace(shown.stats, vram_budget=None)
-    assert value(memory.memory, shown, "VRAM") == "7.40 GB" and "rest" not in memory.memory(shown, 32).plain
+    assert value(dashboard.memory, shown, "VRAM") == "7.40 GB" and "rest" not in dashboard.memory(shown, 32).plain
     whole = figures(None, vram_bytes=5_100_000_000)
-    assert whole.stats and "budget" not in memory.memory(whole, 32).plain
+    assert whole.stats and "budget" not in dashboard.memory(whole, 32).plain
     whole.stats = dataclasses.replace(whole.stats, vram_budget=7_400_000_000)
-    assert value(memory.memory, whole, "VRAM") == "5.10 of 7.40 GB"
-    assert value(memory.memory, whole, "of its budget") == "69 %"
+    assert value(dashboard.memory, whole, "VRAM") == "5.10 of 7.40 GB"
+    assert value(dashboard.memory, whole, "of its budget") == "69 %"
     assert "VRAM 5.10 of 7.40 GB" in draw.strip(whole, 76).plain
 
 
 def test_without_a_pool_nothing_is_made_up() -> None:
     shown = figures(None)
-    assert memory.origins(shown, 32).plain == "" and memory.link(shown, 32).plain == ""
-    assert rows_of(memory.memory, shown)[0] == "Memory                    no GPU"
-    assert value(memory.memory, shown, "resident weights") == "23.4 MB"
-    assert value(memory.memory, figures(None, vram_bytes=5_000_000_000), "VRAM") == "5.00 GB"
-    assert "VRAM" not in memory.memory(PanelFigures(), 32).plain
+    assert dashboard.origins(shown, 32).plain == "" and dashboard.link(shown, 32).plain == ""
+    assert rows_of(dashboard.memory, shown)[0] == "Memory                    no GPU"
+    assert value(dashboard.memory, shown, "resident weights") == "23.4 MB"
+    assert value(dashboard.memory, figures(None, vram_bytes=5_000_000_000), "VRAM") == "5.00 GB"
+    assert "VRAM" not in dashboard.memory(PanelFigures(), 32).plain
     assert "hits" not in draw.strip(shown, 76).plain
 
 
@@ -370,12 +370,12 @@ def test_virtual_time_is_never_taken_for_this_machines() -> None:
         and "last answer" in rows_of(draw.speed_heading, real)[0]
     )
     assert "virtual time" in draw.speed_heading(dataclasses.replace(virtual, running=True), 32).plain
-    assert "virtual time" in memory.link(virtual, 32).plain
+    assert "virtual time" in dashboard.link(virtual, 32).plain
     for width in (56, 76):
         assert "virtual 58.9 tokens/s" in rows_of(draw.strip, virtual, width)[0]
     assert virtual.stats and real.stats
     assert "virtual time" in footer(AnswerStats.of(virtual.stats, "stop"))
-    for text in (draw.speed_heading(real, 32).plain, memory.link(real, 32).plain, draw.strip(real, 76).plain):
+    for text in (draw.speed_heading(real, 32).plain, dashboard.link(real, 32).plain, draw.strip(real, 76).plain):
         assert "virtual" not in text
     assert "virtual" not in footer(AnswerStats.of(real.stats, "stop"))
 
@@ -390,9 +390,9 @@ def test_small_figures_do_not_look_like_none() -> None:
 
 def test_each_of_several_cards_has_its_memory_and_its_link() -> None:
     shown = figures(CARDS)
-    assert value(memory.memory, shown, "card 1, weights") == units.size(5.5 * 2**30)
-    assert value(memory.memory, shown, "card 2, weights") == units.size(5 << 30)
-    assert "not yet" in value(memory.link, shown, "by card 1") and value(memory.link, shown, "by card 2") == units.size(
-        0
-    )
-    assert not [line for line in rows_of(memory.memory, figures(ROWS)) if line.startswith("card")]
+    assert value(dashboard.memory, shown, "card 1, weights") == units.size(5.5 * 2**30)
+    assert value(dashboard.memory, shown, "card 2, weights") == units.size(5 << 30)
+    assert "not yet" in value(dashboard.link, shown, "by card 1") and value(
+        dashboard.link, shown, "by card 2"
+    ) == units.size(0)
+    assert not [line for line in rows_of(dashboard.memory, figures(ROWS)) if line.startswith("card")]

@@ -25,7 +25,7 @@ from floe_chat.app.widgets.chat.transcript import Transcript
 from floe_chat.app.widgets.chat.turns import UserTurn
 from floe_chat.app.widgets.markdown.growing import Paragraph, TextList
 from floe_chat.app.widgets.panel import status_line
-from floe_chat.app.widgets.panel.panel import PanelStrip, PerformancePanel
+from floe_chat.app.widgets.panel.dashboard import PanelStrip, PerformancePanel
 from floe_chat.app.widgets.panel.status_line import StatusLine
 from floe_chat.engine.events import Failed, Finished, Loading, PrefillProgress, PresetChanged
 from floe_chat.engine.experts.moe_layer import MoELayer

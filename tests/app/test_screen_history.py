@@ -23,8 +23,7 @@ from floe_chat.app.history import (
 from floe_chat.app.screens.history import HistoryScreen
 from floe_chat.app.widgets.chat.answer import AnswerTurn
 from floe_chat.app.widgets.chat.blocks import ErrorBlock, Note, Welcome
-from floe_chat.app.widgets.chat.transcript import Transcript
-from floe_chat.app.widgets.chat.transcript_window import PAGE
+from floe_chat.app.widgets.chat.transcript import PAGE, Transcript
 from floe_chat.app.widgets.chat.turns import Tail, Turn, UserTurn
 from floe_chat.engine.events import PresetChanged, Rule
 from floe_chat.models.errors import FloeError

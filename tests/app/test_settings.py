@@ -21,8 +21,8 @@ from floe_chat.app.settings.file import change, change_soon, documented, read, s
 from floe_chat.app.settings.settings import KEYS, Persona, Settings, fill
 from floe_chat.app.widgets.common.setting_fields import ChoiceField, Field, Prose, Toggle, Written
 from floe_chat.app.widgets.panel import figures as draw
+from floe_chat.app.widgets.panel.dashboard import PerformancePanel
 from floe_chat.app.widgets.panel.figures import PanelFigures
-from floe_chat.app.widgets.panel.panel import PerformancePanel
 from floe_chat.engine.events import Advanced, Finished, LayerRows, Load, Loaded
 from floe_chat.models import catalog
 from floe_chat.models.errors import FloeError, TryAgainError, UsageError

@@ -232,7 +232,7 @@ def test_the_other_way_is_a_key_away(
     hub: FakeHub, published: Path, monkeypatch: pytest.MonkeyPatch, answer: str, source: str
 ) -> None:
     listed(published, monkeypatch)
-    monkeypatch.setattr("floe_chat.app.cli.setup.ready.sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("floe_chat.app.cli.setup.command.sys.stdin.isatty", lambda: True, raising=False)
     ran = run_cli("setup", "tiny", "--no-tune", stdin=answer.encode(), terminal=True)
     if source:
         assert ran.code == 0 and Manifest.read(catalog.models_folder() / "tiny").source.name.startswith(source), ran

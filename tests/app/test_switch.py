@@ -15,8 +15,7 @@ from floe_chat.app.client.engines import Engines
 from floe_chat.app.client.interface import Client
 from floe_chat.app.history import ChatSetup, History
 from floe_chat.app.screens.chat.chat import ChatScreen
-from floe_chat.app.screens.models import ModelsScreen
-from floe_chat.app.screens.models_server import AddServerScreen
+from floe_chat.app.screens.models import AddServerScreen, ModelsScreen
 from floe_chat.app.screens.wizard.wizard import WizardScreen
 from floe_chat.app.settings.file import change, read
 from floe_chat.app.settings.servers import SavedServer, forget, keep, servers, servers_file

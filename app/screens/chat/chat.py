@@ -11,6 +11,7 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Horizontal, Vertical
 from textual.screen import Screen
+from textual.timer import Timer
 
 from ....models.errors import FloeError
 from ...actions import NAMED, Place, command
@@ -22,22 +23,149 @@ from ...client.interface import Client
 from ...history import Changed, ChatSetup, History, HistoryTrouble, Recovered
 from ...settings.settings import Persona
 from ...text.plain_text import one_line, printable
+from ...widgets.chat.answer import AnswerTurn
 from ...widgets.chat.blocks import Welcome
 from ...widgets.chat.chips import Chips
 from ...widgets.chat.composer import Composer
 from ...widgets.chat.transcript import Transcript
 from ...widgets.chat.turns import CODE, COPY, THINKING, Turn
 from ...widgets.chat.writing import Writing
+from ...widgets.common.clipboard import copy
 from ...widgets.common.keys import bindings
 from ...widgets.common.stable_text import Ground
 from ...widgets.panel.dashboard import Dashboard
+from ...widgets.panel.figures import PanelFigures
+from ...widgets.panel.status_line import StatusLine
+from ..experts import ExpertsScreen
+from ..history import HistoryScreen, PickedChat
 from ..others import OthersPage
-from .chat_pages import ChatPages
-from .copying import Copying
+from ..quality import QualityScreen
+from ..setup import SetupScreen
 
 if TYPE_CHECKING:
     from ...widgets.markdown.answer_block import AnswerBlock
     from ...widgets.markdown.code import CodeBlock
+
+
+class Copying:
+    """Copies what `transcript` shows, and says so in the bottom row."""
+
+    def __init__(self, transcript: Transcript, status: StatusLine) -> None:
+        self._transcript = transcript
+        self._status = status
+        self._code = (0, -1)  # the answer whose code was copied last, and which of its blocks
+
+    def copy(self, text: str, what: str) -> None:
+        """Copy `text`, called `what`."""
+        copy(self._transcript.app, text)
+        self._status.remark(f"Copied {what}")
+
+    def copy_code_of(self, turn: Turn) -> None:
+        """Copy the first code block of a message; again the next one."""
+        codes = turn.codes() if isinstance(turn, AnswerTurn) else ()
+        if not codes or turn.record is None:
+            self._status.remark("There is no code block in this message")
+            return
+        message, last = self._code
+        at = (last + 1) % len(codes) if message == turn.record.id else 0
+        self._code = (turn.record.id, at)
+        which = f"code block {at + 1} of {len(codes)}" if len(codes) > 1 else "the code"
+        self.copy(codes[at], which)
+
+    def copy_last(self) -> None:
+        """Copy the last answer."""
+        if (turn := self._last()) is not None:
+            self.copy(turn.text, "the last answer")
+
+    def copy_code_of_last(self) -> None:
+        """Copy the last answer's code."""
+        if (turn := self._last()) is not None:
+            self.copy_code_of(turn)
+
+    def _last(self) -> AnswerTurn | None:
+        turns = list(self._transcript.query(AnswerTurn))
+        if not turns:
+            self._status.remark("There is no answer yet")
+        return turns[-1] if turns else None
+
+
+_LOOK_SECONDS = 0.2  # between two looks at the history while its page is open
+
+
+class ChatPages:
+    """Opens them over `screen`, and carries out what the user chose there."""
+
+    def __init__(
+        self,
+        screen: Screen[None],
+        bridge: EngineBridge,
+        history: History,
+        controller: Controller,
+        figures: PanelFigures,
+    ) -> None:
+        self._screen = screen
+        self._bridge = bridge
+        self._history = history
+        self._controller = controller
+        self._figures = figures
+        self._looking: Timer | None = None
+
+    @property
+    def does(self) -> Mapping[str, Do]:
+        """The functions of the actions that open pages, by name."""
+        return {
+            "history": self._open_history,
+            "setup": self._open_setup,
+            "quality": self._open_quality,
+            "experts": self._open_experts,
+        }
+
+    def history_changed(self) -> None:
+        """This program or another one wrote to the history."""
+        if isinstance(self._screen.app.screen, HistoryScreen):
+            self._screen.app.screen.refresh_list()
+
+    def _open_history(self, words: str = "") -> None:
+        # Only polling sees what other programs write.
+        self._looking = self._screen.set_interval(_LOOK_SECONDS, lambda: self._bridge.drain(self._screen))
+        page = HistoryScreen(self._history, words, self._controller.dialogue.id)
+        self._screen.app.push_screen(page, self._chosen)
+
+    async def _chosen(self, choice: PickedChat | None) -> None:
+        if self._looking is not None:
+            self._looking.stop()
+        try:
+            if choice is None:
+                return
+            if choice.conversation is not None:
+                await self._controller.chats.open(choice.conversation, choice.message)
+            elif self._controller.dialogue.id in choice.deleted:
+                await self._controller.chats.begin()
+        except FloeError as error:
+            await self._controller.view.messages.explain(error)
+
+    def _open_setup(self) -> None:
+        dialogue, model = self._controller.dialogue, self._controller.model
+        personas = self._controller.setting.personas
+        page = SetupScreen(dialogue.name, dialogue.setup, personas, model.known, model.wanted)
+        self._screen.app.push_screen(page, self._set_up)
+
+    def _set_up(self, chosen: tuple[str, ChatSetup] | None) -> None:
+        if chosen is not None:
+            self._controller.chats.set_up(*chosen)
+
+    def _open_quality(self) -> None:
+        model = self._controller.model
+        if model.presets:
+            self._screen.app.push_screen(QualityScreen(model, self._figures))
+        else:
+            self._controller.view.gauges.remark(model.no_presets)
+
+    def _open_experts(self) -> None:
+        if remote := self._controller.model.client.remote:
+            self._controller.view.gauges.remark(f"{remote} does not say which experts it calls")
+            return
+        self._screen.app.push_screen(ExpertsScreen(self._figures))
 
 
 class _Beside(Ground, Horizontal):

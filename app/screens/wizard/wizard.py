@@ -7,12 +7,17 @@ time, and the demo model is one key away on every page.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
 
 from textual import on
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
+from textual.containers import Vertical
+from textual.content import Content
+from textual.screen import Screen
+from textual.widgets import Static
 
 from ....models import catalog
 from ....models.catalog_entry import CatalogEntry
@@ -20,18 +25,101 @@ from ....models.errors import AccessError, FloeError
 from ....models.published import PUBLISHED
 from ....models.quantities import size
 from ...background import in_background
+from ...settings.file import change_soon
 from ...setup import elsewhere
-from ...setup.setups import Setups, Survey, Surveyor, survey
+from ...setup.setups import Setups, Survey, Surveyor, look_up, survey
 from ...setup.wish import Wish, of_ready, unfinished, wish
-from ...widgets.setup.choice import ChoiceStep
+from ...widgets.common.hints import Hints
+from ...widgets.common.keys import key_of
+from ...widgets.common.themes import MUTED
+from ...widgets.setup.choice import ChoiceStep, Chosen
 from ...widgets.setup.folder import FolderStep
 from ...widgets.setup.machine import MachineStep
 from ...widgets.setup.progress import ProgressStep
 from ...widgets.setup.resume import ResumeStep
+from ...widgets.setup.step import WizardStep
 from ...widgets.setup.token import AskingStep, TokenStep
 from ..models_remove import RemoveScreen
-from .wizard_access import Back, WizardAccess
-from .wizard_intent import Intent
+
+
+class Intent:
+    """The user's choice, before the setup starts.
+
+    Attributes:
+        chosen: a model and its bits. wish: what will be started. earlier: an unfinished setup of that name, which is
+            deleted when this one starts. left: the setup that the user left to choose again.
+    """
+
+    def __init__(self, settings: Path | None) -> None:
+        """`settings`: the file in which the models folder is saved, None: it applies to this run only."""
+        self._settings = settings
+        self._folder_before: Path | None = None  # the models folder, until a setup starts in another one
+        self.chosen: Chosen | None = None
+        self.wish: Wish | None = None
+        self.earlier: Wish | None = None
+        self.left: Wish | None = None
+
+    def choose(self, chosen: Chosen) -> None:
+        """Set this up, in the current models folder; an unfinished setup with the same settings is continued.
+
+        Raises:
+            UsageError: there is a model of that name.
+        """
+        self.chosen = chosen
+        entry, spec = chosen.entry, chosen.option.spec
+        bits = {"up": spec.up, "gate": spec.gate, "down": spec.down, "dense": spec.dense}
+        if (ready := entry.only_pack) is not None:
+            made = of_ready(wish(ready.place, entry.name), ready)
+        else:
+            made = wish(entry.repo or str(entry.folder), entry.name, bits)
+        begun = [*([self.left] if self.left else []), *unfinished()]
+        earlier = next((one for one in begun if one.name == made.name), None)
+        if earlier is not None and _alike(earlier) == _alike(made):
+            made, earlier = earlier, None
+        self.wish, self.earlier = made, earlier
+
+    def use_folder(self, folder: Path) -> None:
+        """Set it up in another models folder. Raises FloeError: that cannot be; the folder is as it was."""
+        before = catalog.models_folder()
+        if folder == before or self.chosen is None:
+            return
+        catalog.use_models_folder(folder)
+        try:
+            self.choose(self.chosen)
+        except FloeError:
+            catalog.use_models_folder(before)
+            raise
+        self._folder_before = self._folder_before or before
+
+    def save_folder(self) -> None:
+        """Save the folder in the settings. Raises FloeError: they cannot be written."""
+        if self._folder_before is not None and self._settings is not None:
+            change_soon(self._settings, {"folders.models": str(catalog.models_folder())}, lambda _error: None)
+        self._folder_before = None
+
+    def put_folder_back(self) -> None:
+        """Nothing was started: restore the models folder."""
+        if self._folder_before is not None:
+            catalog.use_models_folder(self._folder_before)
+
+
+def _alike(one: Wish) -> Wish:
+    """A setup without what becomes known, or is chosen, once it begins."""
+    return dataclasses.replace(one, commit="", pack="", to="")
+
+
+Back = Callable[[], Awaitable[None]]
+_PLACES = ("machine", "model", "folder", "setup")  # the line of steps
+_PLACE: dict[type[WizardStep], int] = {
+    ResumeStep: 0,
+    MachineStep: 0,
+    ChoiceStep: 1,
+    FolderStep: 2,
+    AskingStep: 2,
+    TokenStep: 2,
+    ProgressStep: 3,
+}
+
 
 CAN_CHAT = tuple(entry for entry in PUBLISHED if entry.chat is not None)
 
@@ -53,7 +141,7 @@ _KEYS: list[BindingType] = [
 ]
 
 
-class WizardScreen(WizardAccess):
+class WizardScreen(Screen["str | None"]):
     """Sets a model up. Its result is the name of the model to chat with, or None: stay with what is there.
 
     Args:
@@ -64,6 +152,7 @@ class WizardScreen(WizardAccess):
     """
 
     TITLE = "Set up a model"
+    CSS_PATH = "../../setup.tcss"
     BINDINGS: ClassVar[list[BindingType]] = _KEYS
 
     def __init__(
@@ -77,11 +166,53 @@ class WizardScreen(WizardAccess):
         asked: Wish | None = None,
     ) -> None:
         super().__init__()
+        self.HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (80, "-wide")]
+        self.VERTICAL_BREAKPOINTS = [(0, "-low"), (24, "-short"), (30, "-tall")]
+        self._step: WizardStep | None = None
+        self._place = Static("", markup=False, id="steps")
+        self._title = Static("", markup=False, id="title")
+        self._body = Vertical(id="body")
+        self._keys = Hints()
+        self._token: str | None = None
+        self._back: Back | None = None  # from asking the hub
+        self._ask_again: Back | None = None
         self._setups, self._entries, self._surveyor = setups, list(entries), surveyor
         self._wanted, self._asked = wanted, asked
         self._survey: Survey | None = None
         self._looked = False  # in other programs' folders
         self._intent = Intent(settings)
+
+    def compose(self) -> ComposeResult:
+        yield self._place
+        yield self._title
+        yield self._body
+        yield self._keys
+
+    async def _turn_to(self, step: WizardStep) -> None:
+        self._step = step
+        async with self.batch():
+            await self._body.remove_children()
+            await self._body.mount(step)
+        here = _PLACE[type(step)]
+        parts: list[Content | tuple[str, str]] = []
+        for at, name in enumerate(_PLACES):
+            parts += [(" › ", MUTED)] if at else []
+            parts.append((name, "bold $primary" if at == here else MUTED))
+        self._place.update(Content.assemble(("floe-chat  ", "bold"), *parts, f"  {self.app.sub_title}"))
+        self._title.update(step.title)
+        self._show_keys()
+
+    @on(WizardStep.Hints)
+    def _show_keys(self) -> None:
+        step = self._step
+        if step is None:
+            return
+        first = isinstance(step, (ResumeStep, MachineStep))
+        back = "Esc leaves" if first or isinstance(step, ProgressStep) else "Esc back"
+        hints = step.hints.split(" · ")
+        self._keys.show(
+            [*hints, "" if "Esc" in step.hints else back, "Ctrl+D demo model", f"{key_of(self, 'quit')} quit"]
+        )
 
     async def on_mount(self) -> None:
         if self._setups.setup is not None:
@@ -188,6 +319,48 @@ class WizardScreen(WizardAccess):
                 self._step.tell(FloeError(f"{wanted.model} is no pack", "It holds a checkpoint.", hint))
 
         await self._ask_hub(wanted, start, back)
+
+    # The hub
+
+    async def _ask_hub(self, wanted: Wish, then: Callable[[CatalogEntry], Awaitable[None]], back: Back) -> None:
+        """Look at the model, with a token if one is needed, then call `then`."""
+        asking = AskingStep()
+        self._ask_again, self._back = (lambda: self._ask_hub(wanted, then, back)), back
+        await self._turn_to(asking)
+
+        def look() -> CatalogEntry | FloeError:
+            try:
+                return look_up(wanted, self._token)
+            except FloeError as error:
+                return error
+
+        async def answered(found: CatalogEntry | FloeError) -> None:
+            if self._step is not asking:
+                return  # the user left this step
+            if isinstance(found, AccessError):
+                await self._turn_to(TokenStep(found))
+            elif isinstance(found, FloeError):
+                asking.tell(found)
+            else:
+                await then(found)
+
+        in_background(self, look, answered)
+
+    @on(TokenStep.Given)
+    async def _take_token(self, event: TokenStep.Given) -> None:
+        self._token = event.token
+        if self._ask_again is not None:
+            await self._ask_again()
+
+    @on(AskingStep.Again)
+    async def _once_more(self) -> None:
+        if self._ask_again is not None:
+            await self._ask_again()
+
+    async def _turn_back(self) -> None:
+        """Back to the step before the hub was asked."""
+        if self._back is not None:
+            await self._back()
 
     # The setup
 
