@@ -28,10 +28,64 @@ from ..client.thinking import limit_of_off
 from ..history import Answer, AnswerStats, Attachment, ChatSetup, Conversation, History, Message
 from ..history.exporting import thought_for
 from ..settings.settings import Persona
-from .plain_answer import PlainAnswer
+from ..text.plain_text import printable
 from .plain_commands import PlainCommands
 from .plain_lines import remark, say
-from .plain_markdown import plain_text
+from .plain_markdown import PlainMarkdown, plain_text
+
+
+class PlainAnswer:
+    """Prints what it gets, after the model's `name`. `shown`: what it thinks too, and not only that it does.
+
+    Attributes:
+        text, thought: all of it so far. thought_tokens: of the latter.
+    """
+
+    def __init__(self, name: str, *, shown: bool) -> None:
+        self._name, self._shown = printable(name), shown
+        self._markdown = PlainMarkdown()
+        self.text = self.thought = ""
+        self.thought_tokens = 0
+        self._named = self._thinking = False
+
+    @property
+    def begun(self) -> bool:
+        """Whether any of it came."""
+        return bool(self.text or self.thought)
+
+    def think(self, text: str, tokens: int) -> None:
+        """More of what the model thinks."""
+        self.thought += text
+        self.thought_tokens += tokens
+        if not self._thinking:
+            self._thinking = True
+            remark("Thinking:" if self._shown else "The model is thinking.")
+        if self._shown:
+            sys.stderr.write(printable(text))
+            sys.stderr.flush()
+
+    def write(self, text: str) -> None:
+        """More of the answer."""
+        self._begin()
+        self.text += text
+        sys.stdout.write(self._markdown.feed(text))
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """No more comes."""
+        self._begin()
+        say(self._markdown.end())
+
+    def _begin(self) -> None:
+        if self._thinking:
+            self._thinking = False
+            counted = AnswerStats(0, None, None, "", thought_tokens=self.thought_tokens)
+            remark("" if self._shown else f"{thought_for(counted)}. /thinking reads it.")
+        if not self._named:
+            self._named = True
+            sys.stdout.write(f"{self._name}: ")
+            sys.stdout.flush()
+
 
 _QUIET_S = 3.0  # without any of an answer, before that is said
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -20,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from ...engine.events import Loaded, Sampling
 from ...engine.quality_presets import PUBLISHED
 from ..client.asking import apart
-from . import metrics, openapi
+from . import openapi
 from .connections import PAUSE_S, Stream, body, disconnected
 from .desk import Desk, End, Likely, News, Order, Thought
 from .guard import Guard
@@ -28,6 +32,38 @@ from .refusals import RefusedError
 from .replies import Choice, Reply
 from .requests import ChatRequest, CompletionRequest, Drawing, quality_of, read
 from .spoken import Called, Text
+
+TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class _Counted(Collector):
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._desk.counts
+        answers = CounterMetricFamily("floe_answers", "Answers, by how they ended.", labels=["reason"])
+        for reason, number in counts.answers.copy().items():
+            answers.add_metric([reason], number)
+        yield answers
+        for name, text, number in (
+            ("floe_prompt_tokens", "Tokens of prompts.", counts.prompt_tokens),
+            ("floe_reused_tokens", "Tokens of prompts that were computed before.", counts.reused_tokens),
+            ("floe_new_tokens", "Tokens of answers, thinking among them.", counts.new_tokens),
+            ("floe_busy_seconds", "Seconds in which an answer was computed.", counts.seconds),
+            ("floe_refused", "Requests that found the line full.", counts.refused),
+        ):
+            yield CounterMetricFamily(name, text, number)
+        yield GaugeMetricFamily("floe_waiting", "Answers that wait.", self._desk.waiting)
+        yield GaugeMetricFamily("floe_running", "Answers that the engine has.", self._desk.running)
+
+
+def text(desk: Desk) -> bytes:
+    """The figures of now."""
+    registry = CollectorRegistry()
+    registry.register(_Counted(desk))
+    return generate_latest(registry)
+
 
 _GONE = 499  # what nobody reads any more; a number that others use for it
 
@@ -104,7 +140,7 @@ class _Serving:
         return JSONResponse(_described(self._desk.loaded, self._desk.tools))
 
     async def metrics(self, _: Request) -> Response:
-        return Response(metrics.text(self._desk), media_type=metrics.TYPE)
+        return Response(text(self._desk), media_type=TYPE)
 
     async def openapi(self, _: Request) -> Response:
         return JSONResponse(openapi.document())

@@ -520,7 +520,7 @@ def test_a_reader_that_leaves_ends_it_quietly(long_winded: Path) -> None:
 
 HEAVY = (
     *("transformers", "huggingface_hub", "hqq", "textual", "torch._dynamo", "torch.distributed.tensor", "sympy"),
-    *("scipy", "httpx2", "floe_chat.app.client.remote.client", "floe_chat.app.client.remote.http"),
+    *("scipy", "httpx2", "floe_chat.app.client.remote.client", "floe_chat.app.client.remote.answer"),
 )
 PROGRAM = """
 import os, sys

@@ -40,9 +40,8 @@ from floe_chat.app.history import (
     parse,
 )
 from floe_chat.app.history.database import opening
-from floe_chat.app.history.database.opening import open_to_read, open_unsaved
+from floe_chat.app.history.database.opening import MIGRATIONS, VERSION, open_to_read, open_unsaved
 from floe_chat.app.history.database.salvage import salvage
-from floe_chat.app.history.database.schema import MIGRATIONS, VERSION
 from floe_chat.app.history.database.store import HistoryStore
 from floe_chat.app.history.database.trouble import SQLITE_ERRORS, checked, explaining
 from floe_chat.app.history.database.writer import FLUSH_SECONDS
@@ -265,7 +264,7 @@ def test_a_file_of_an_older_version_is_brought_up_to_ours(file: Path, version: i
 def test_a_step_that_fails_leaves_the_older_version(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     filled(file, 1, 2)
     broken = (*MIGRATIONS, ("CREATE TABLE extra (x)", "CREATE TABLE message (x)"))
-    for name, value in (("schema.MIGRATIONS", broken), ("opening.VERSION", VERSION + 1)):
+    for name, value in (("opening.MIGRATIONS", broken), ("opening.VERSION", VERSION + 1)):
         monkeypatch.setattr(f"floe_chat.app.history.database.{name}", value)
     monkeypatch.setattr(opening.migrate, "__defaults__", (VERSION + 1,))
     with pytest.raises(FloeError):

@@ -18,8 +18,8 @@ import pytest
 from floe_chat.app.client.interface import PromptTurn, Question, Submitted, TextDelta, ThoughtDelta, Update
 from floe_chat.app.client.remote import stream as remote_stream
 from floe_chat.app.client.remote.address import KEY_VARIABLE, Address, Key, read_key
+from floe_chat.app.client.remote.answer import proxy_for
 from floe_chat.app.client.remote.client import Patience, RemoteClient
-from floe_chat.app.client.remote.http import proxy_for
 from floe_chat.app.client.remote.models import offered
 from floe_chat.app.client.remote.stream import MOST_LINE, NotAnAnswerError, Piece, SafeText, events, piece_of
 from floe_chat.app.history import history_file, open_history

@@ -29,8 +29,7 @@ from floe_chat.app.history import (
 )
 from floe_chat.app.history.adding import add_all
 from floe_chat.app.history.database import opening
-from floe_chat.app.history.database.opening import open_to_read, open_unsaved
-from floe_chat.app.history.database.schema import MIGRATIONS
+from floe_chat.app.history.database.opening import MIGRATIONS, open_to_read, open_unsaved
 from floe_chat.app.history.database.store import HistoryStore
 from floe_chat.app.history.database.trouble import SQLITE_ERRORS, explaining
 from floe_chat.engine.events import Sampling

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,21 +15,160 @@ from ....models.errors import AccessError, FloeError, UsageError
 from ....models.paths import expanded
 from ....models.quantities import fetching
 from ...progress import clear, note, step
+from ...setup import elsewhere
 from ...setup.adding import assistant as assistant_from
 from ...setup.adding import assistant_of, lacks_head, source_of
 from ...setup.flow import Setup, SetupProgress
 from ...setup.packing_progress import time_left
+from ...setup.ready_words import claims, in_short, is_remote, takes
 from ...setup.setups import look_up
-from ...setup.wish import Wish, bad_notes, discard, forget, unfinished, wish
+from ...setup.wish import Wish, bad_notes, discard, forget, of_ready, unfinished, wish
 from ...text import units
 from ...text.plain_text import printable
-from . import elsewhere
-from .ready import offered
-from .shorter import described, shorter
 
 if TYPE_CHECKING:
+    from ....engine.planning.machine import Machine
     from ....engine.planning.plan import Plan
     from ....models.catalog_entry import CatalogEntry
+
+LookUp = Callable[[Wish], "tuple[CatalogEntry, str | None]"]
+
+
+def offered(
+    machine: Machine, wanted: Wish, entry: CatalogEntry, look_up: LookUp, *, ask: bool
+) -> tuple[Wish, str | None] | None:
+    """The setup of the ready pack of `entry`, and the token that it needs, once the user has agreed to it.
+
+    None: the model is to be packed here. look_up: what is at the place of a `Wish`, and the token if one was asked for.
+
+    Raises:
+        FloeError: it cannot be used or does not fit this machine, and there is no checkpoint to pack instead.
+    """
+    from ....engine.planning.plan import make
+
+    token: str | None = None
+    ready = entry.ready
+    assert ready is not None
+    alone = entry.only_pack is not None
+    if not ready.digest:
+        try:
+            found, token = look_up(of_ready(wanted, ready))
+            if found.ready is None:
+                raise UsageError(f"{ready.place} is no pack", "It holds a checkpoint.")
+        except AccessError:
+            raise
+        except FloeError as error:
+            note(f"The ready pack cannot be used: {error.title}. {error.cause} It will be packed here.")
+            return None
+        ready = found.ready
+    packed = entry.as_pack
+    assert packed is not None
+    plan = make(machine, packed)
+    if plan.chosen is None and not alone:
+        note(f"The ready pack {ready.place} does not fit this machine. {' '.join(plan.why)}")
+        return None
+    for line in _lines(plan, wanted, alone=alone):
+        note(line)
+    if plan.chosen is None:
+        raise FloeError(f"{wanted.name} does not fit this machine", " ".join(plan.why), plan.instead)
+    if ask and not _agreed(alone=alone):
+        return None
+    return of_ready(wanted, ready), token
+
+
+def _lines(plan: Plan, wanted: Wish, *, alone: bool) -> list[str]:
+    from ....engine.planning.reasons import describe
+
+    ready = plan.entry.ready
+    assert ready is not None
+    lines = [f"{wanted.name}: {ready.place} into {wanted.place} ({in_short(ready)})", *claims(ready)]
+    if (one := plan.chosen) is not None:
+        speed = f"about {one.decode.mid:.2g} tokens/s ({one.decode.low:.2g} to {one.decode.high:.2g}) on this machine."
+        lines.append(f"{describe(one.spec)}: {speed}")
+    lines.append(takes(ready))
+    if alone and not is_remote(ready):
+        lines.append(f"Without a copy: floe-chat --model {ready.place}")
+    return lines
+
+
+def _agreed(*, alone: bool) -> bool:
+    """Whether to take it; False: pack the model here instead.
+
+    Raises:
+        UsageError: nobody can be asked. click.Abort: neither.
+    """
+    if not sys.stdin.isatty():
+        raise UsageError(
+            "The setup needs a confirmation", "Standard input is not a terminal.", "Add --yes to start without one."
+        )
+    if alone:
+        if not click.confirm("Take it?", default=True, err=True):
+            raise click.Abort
+        return True
+    choice = click.Choice(["y", "n", "p"], case_sensitive=False)
+    answer = click.prompt(
+        "Take it? (y: yes, n: no, p: pack it here instead)", default="y", type=choice, show_choices=False, err=True
+    )
+    if answer == "n":
+        raise click.Abort
+    return answer == "y"
+
+
+def shorter(wanted: Wish, entry: CatalogEntry, *, ask: bool) -> CatalogEntry | None:
+    """The GGUF copy of a listed model, if there is one and the person wants it instead of the original weights."""
+    from ....engine.planning.reasons import costs, from_gguf, prefers
+
+    if not ask or not sys.stdin.isatty() or wanted.local is not None or entry.ready:
+        return None
+    if (copy := from_gguf(entry)) is None:
+        return None
+    sizes = units.size(copy.download_bytes), units.size(entry.download_bytes)
+    question = f"Download it as {copy.rounding} from {entry.gguf}, about {sizes[0]} instead of {sizes[1]}?"
+    note(costs(copy.rounding))
+    return copy if click.confirm(question, default=prefers(entry, copy), err=True) else None
+
+
+def described(entry: CatalogEntry, *, named: bool) -> list[str]:
+    """Which of a repository's GGUF files is taken, and what the others are, in lines; `named`: as the person asked."""
+    if not entry.others or not entry.repo:
+        return []
+    label = entry.repo.rpartition(":")[2]
+    why = "" if named else ", the first of those that lose little for their size"
+    others = ", ".join(f"{name} ({units.size(nbytes)})" for name, nbytes in entry.others)
+    return [f"Of its GGUF files it takes {printable(label)}{why}; there are also {printable(others)}."]
+
+
+def found(wanted: Wish, entry: CatalogEntry, look: bool | None, *, ask: bool) -> elsewhere.Copy | None:
+    """A copy of `entry` that the user wants to be packed instead of a download.
+
+    look: whether its folders may be looked through; None: the user is asked, if there are such folders.
+    """
+    asking = ask and sys.stdin.isatty()
+    if wanted.local is not None or entry.only_pack or look is False or (look is None and not asking):
+        return None
+    if not (said := elsewhere.programs()):
+        if look:
+            note("LM Studio, Ollama and llama.cpp have no folders here.")
+        return None
+    if look is None and not click.confirm(f"Look for a copy of {entry.name} in the folders of {said}?", True, err=True):
+        return None
+    copies = elsewhere.copies(entry)
+    if not copies:
+        note(f"There is no copy of {entry.name} in the folders of {said}.")
+        return None
+    for copy in copies:
+        note(f"{printable(copy.called)} of {copy.program}: {describe(copy)}, {printable(str(copy.entry.folder))}")
+    first = copies[0]
+    question = f"Pack {printable(first.called)} instead of downloading {units.size(entry.download_bytes)}?"
+    if asking and not click.confirm(question, default=not first.entry.coarse, err=True):
+        return None
+    return first
+
+
+def describe(copy: elsewhere.Copy) -> str:
+    """Its size, and what its weights were rounded to."""
+    return f"{units.size(copy.bytes)}, {copy.entry.rounding or '16 bits'}"
+
 
 _LOOK_S = 0.2
 _LEAVING_S = 2.0  # that Ctrl+C waits for the current work, which is repeated later
@@ -335,7 +475,7 @@ def _planned(
     if entry.only_pack and (given or here_only):
         hint = "Leave out --up, --rows, --dense and --pack-here, or give the original model."
         raise UsageError(f"{wanted.model} is packed already", "Its bits per weight cannot be changed.", hint)
-    if (copy := elsewhere.found(wanted, entry, look, ask=ask)) is not None:
+    if (copy := found(wanted, entry, look, ask=ask)) is not None:
         wanted, entry = wish(str(copy.entry.folder), wanted.name, to=to), copy.entry
     machine = here()
     if (copy := shorter(wanted, entry, ask=ask)) is not None:

@@ -17,7 +17,7 @@ from floe_chat.app.client.remote.address import Address, Key
 from floe_chat.app.client.remote.client import RemoteClient
 from floe_chat.app.server import openapi
 from floe_chat.app.server.requests import ChatRequest, CompletionRequest
-from floe_chat.app.server.stops import Stops
+from floe_chat.app.server.spoken import Stops
 from floe_chat.engine.events import Failed, Finished, Loaded, Sampling
 from floe_chat.models.catalog import asset
 

@@ -25,7 +25,7 @@ import pytest
 import torch
 from floe_chat.engine.decoder.kv_cache import KVCache
 from floe_chat.engine.experts.moe_layer import MoELayer
-from floe_chat.engine.paper.parted import Loads, over, parted
+from floe_chat.engine.paper.quality import Loads, over, parted
 from floe_chat.engine.parallel.holding import Grid, Holding
 from torch import Tensor
 
