@@ -126,8 +126,8 @@ def _serve(
     from ..client.loading import wait_until_loaded
     from ..server.application import application
     from ..server.connections import Server
-    from ..server.desk import Desk
     from ..server.guard import LOOPBACK, Guard
+    from ..server.scheduler import Scheduler
 
     client = beginning.client
     assert isinstance(client, ChatClient)
@@ -140,8 +140,8 @@ def _serve(
     host, port = listening.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     guard = Guard(key, LOOPBACK if key is None else None, origins)
-    desk = Desk(client, loaded, *line)
-    app = application(desk, beginning.sampling, guard, origins)
+    scheduler = Scheduler(client, loaded, *line)
+    app = application(scheduler, beginning.sampling, guard, origins)
     sys.stderr.write(printable(f"floe-chat: {loaded.model} answers at http://{shown}:{port}/v1 until Ctrl+C.\n"))
-    Server(app, desk).run(sockets=[listening])
+    Server(app, scheduler).run(sockets=[listening])
     return 0

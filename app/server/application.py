@@ -16,7 +16,8 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -26,22 +27,22 @@ from ...engine.quality_presets import PUBLISHED
 from ..client.asking import apart
 from . import openapi
 from .connections import PAUSE_S, Stream, body, disconnected
-from .desk import Desk, End, Likely, News, Order, Thought
 from .guard import Guard
 from .refusals import RefusedError
 from .replies import Choice, Reply
 from .requests import ChatRequest, CompletionRequest, Drawing, quality_of, read
+from .scheduler import End, Likely, News, Request, Scheduler, Thought
 from .spoken import Called, Text
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class _Counted(Collector):
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._desk.counts
+        counts = self._scheduler.counts
         answers = CounterMetricFamily("floe_answers", "Answers, by how they ended.", labels=["reason"])
         for reason, number in counts.answers.copy().items():
             answers.add_metric([reason], number)
@@ -54,14 +55,14 @@ class _Counted(Collector):
             ("floe_refused", "Requests that found the line full.", counts.refused),
         ):
             yield CounterMetricFamily(name, text, number)
-        yield GaugeMetricFamily("floe_waiting", "Answers that wait.", self._desk.waiting)
-        yield GaugeMetricFamily("floe_running", "Answers that the engine has.", self._desk.running)
+        yield GaugeMetricFamily("floe_waiting", "Answers that wait.", self._scheduler.waiting)
+        yield GaugeMetricFamily("floe_running", "Answers that the engine has.", self._scheduler.running)
 
 
-def text(desk: Desk) -> bytes:
+def text(scheduler: Scheduler) -> bytes:
     """The figures of now."""
     registry = CollectorRegistry()
-    registry.register(_Counted(desk))
+    registry.register(_Counted(scheduler))
     return generate_latest(registry)
 
 
@@ -69,12 +70,12 @@ _GONE = 499  # what nobody reads any more; a number that others use for it
 
 
 def application(
-    desk: Desk, sampling: Sampling, guard: Guard, origins: Sequence[str] = (), pause: float = PAUSE_S
+    scheduler: Scheduler, sampling: Sampling, guard: Guard, origins: Sequence[str] = (), pause: float = PAUSE_S
 ) -> Starlette:
-    """The application before a desk. sampling: where a request says nothing. origins: pages that browsers let ask.
+    """The application before a scheduler. sampling: where a request says nothing. origins: pages that browsers let ask.
     pause: see `PAUSE_S`.
     """
-    serving = _Serving(desk, sampling, pause)
+    serving = _Serving(scheduler, sampling, pause)
     cors = [Middleware(CORSMiddleware, allow_origins=list(origins), allow_methods=["GET", "POST"], allow_headers=["*"])]
     return Starlette(
         routes=[
@@ -98,73 +99,73 @@ class _Guarded:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                self._guard.check(Request(scope))
+                self._guard.check(HttpRequest(scope))
             except RefusedError as refused:
                 await refused.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def _refused(_: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, RefusedError)
     return error.response()
 
 
-async def _http(request: Request, error: Exception) -> Response:
+async def _http(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = {404: f"There is no {request.scope['path'][:200]}.", 405: f"{request.method} is not for this path."}
     message = what.get(error.status_code, error.detail)
     return RefusedError(error.status_code, message, headers=error.headers).response()
 
 
-async def _failed(_: Request, __: Exception) -> Response:
+async def _failed(_: HttpRequest, __: Exception) -> Response:
     return RefusedError(500, "The request failed. This is a bug in floe-chat; the log has the details.").response()
 
 
-async def _gone(_: Request, __: Exception) -> Response:
+async def _gone(_: HttpRequest, __: Exception) -> Response:
     return Response(status_code=_GONE)
 
 
 class _Serving:
-    def __init__(self, desk: Desk, sampling: Sampling, pause: float) -> None:
-        self._desk, self._sampling, self._pause = desk, sampling, pause
+    def __init__(self, scheduler: Scheduler, sampling: Sampling, pause: float) -> None:
+        self._scheduler, self._sampling, self._pause = scheduler, sampling, pause
 
-    async def health(self, _: Request) -> Response:
+    async def health(self, _: HttpRequest) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [_described(self._desk.loaded, self._desk.tools)]})
+    async def models(self, _: HttpRequest) -> Response:
+        return JSONResponse({"object": "list", "data": [_described(self._scheduler.loaded, self._scheduler.tools)]})
 
-    async def model(self, request: Request) -> Response:
+    async def model(self, request: HttpRequest) -> Response:
         self._need(request.path_params["name"])
-        return JSONResponse(_described(self._desk.loaded, self._desk.tools))
+        return JSONResponse(_described(self._scheduler.loaded, self._scheduler.tools))
 
-    async def metrics(self, _: Request) -> Response:
-        return Response(text(self._desk), media_type=TYPE)
+    async def metrics(self, _: HttpRequest) -> Response:
+        return Response(text(self._scheduler), media_type=TYPE)
 
-    async def openapi(self, _: Request) -> Response:
+    async def openapi(self, _: HttpRequest) -> Response:
         return JSONResponse(openapi.document())
 
-    async def chat(self, request: Request) -> Response:
+    async def chat(self, request: HttpRequest) -> Response:
         asked = read(await body(request, self._pause), ChatRequest)
         return await self._answer(request, asked, [asked.turns], chat=True)
 
-    async def completions(self, request: Request) -> Response:
+    async def completions(self, request: HttpRequest) -> Response:
         asked = read(await body(request, self._pause), CompletionRequest)
         return await self._answer(request, asked, asked.prompts, chat=False)
 
-    async def _answer(self, request: Request, asked: Drawing, prompts: Sequence[Any], *, chat: bool) -> Response:
-        loaded, floe = self._desk.loaded, asked.floe
+    async def _answer(self, request: HttpRequest, asked: Drawing, prompts: Sequence[Any], *, chat: bool) -> Response:
+        loaded, floe = self._scheduler.loaded, asked.floe
         self._need(asked.model)
         sampling, peer = asked.sampling(self._sampling), request.client.host if request.client else ""
         think, client, extras = floe is None or floe.think, asked.user or peer, asked.extras(loaded.vocabulary)
         quality, form = quality_of(floe), (asked.schema, asked.tooling)
-        orders = [
-            Order(given, drawn, asked.longest, asked.stops, quality, think, client, extras, *form)
+        wanted = [
+            Request(given, drawn, asked.longest, asked.stops, quality, think, client, extras, *form)
             for given in prompts
             for drawn in (apart(sampling, number) for number in range(asked.n or 1))
         ]
-        waiting = _Waiting(self._desk, orders)
+        waiting = _Waiting(self._scheduler, wanted)
         reply = Reply(chat, loaded.model, floe is not None and floe.figures)
         if not asked.stream:
             return await waiting.whole(request, reply)
@@ -173,7 +174,7 @@ class _Serving:
         return Stream(waiting.pieces(reply, first, usage=usage), waiting.leave, self._pause)
 
     def _need(self, name: str) -> None:
-        own = self._desk.loaded.model
+        own = self._scheduler.loaded.model
         if name != own:
             message = f"There is no model {name[:200]!r} here. This server has {own!r}."
             raise RefusedError(404, message, "model", "model_not_found")
@@ -201,30 +202,31 @@ def _described(loaded: Loaded, tools: str) -> dict[str, Any]:
 
 
 class _Waiting:
-    """The answers to one request, as they come from the desk.
+    """The answers to one HTTP request, as they come from the scheduler.
 
     Raises:
         RefusedError: the line is full.
     """
 
-    def __init__(self, desk: Desk, orders: Sequence[Order]) -> None:
+    def __init__(self, scheduler: Scheduler, wanted: Sequence[Request]) -> None:
         loop = asyncio.get_running_loop()
         self._news: asyncio.Queue[tuple[int, News]] = asyncio.Queue()
-        self._left = len(orders)
+        self._left = len(wanted)
 
         def tell(number: int, news: News) -> None:
             with contextlib.suppress(RuntimeError):  # the server has ended
                 loop.call_soon_threadsafe(self._news.put_nowait, (number, news))
 
-        self._choices = [Choice() for _ in orders]
-        self._tickets = desk.take(orders, tell)
+        self._choices = [Choice() for _ in wanted]
+        self._scheduler, self._wanted = scheduler, wanted
+        scheduler.take(wanted, tell)
 
     def leave(self) -> None:
         """Nobody wants the answers any more."""
-        for ticket in self._tickets:
-            ticket.leave()
+        for request in self._wanted:
+            self._scheduler.leave(request)
 
-    async def whole(self, request: Request, reply: Reply) -> Response:
+    async def whole(self, request: HttpRequest, reply: Reply) -> Response:
         """All of the answers at once. Raises RefusedError: one failed."""
         gone = asyncio.ensure_future(disconnected(request))
         collected = asyncio.ensure_future(self._collect())
@@ -258,7 +260,7 @@ class _Waiting:
             case RefusedError():
                 raise news
 
-    async def first(self, request: Request) -> tuple[int, News]:
+    async def first(self, request: HttpRequest) -> tuple[int, News]:
         """The first news. Raises RefusedError: there is no answer. ClientDisconnect."""
         gone, first = asyncio.ensure_future(disconnected(request)), asyncio.ensure_future(self._news.get())
         try:

@@ -16,8 +16,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .desk import Desk
 from .refusals import RefusedError
+from .scheduler import Scheduler
 
 MOST_BYTES = 32 << 20  # of a body
 PAUSE_S = 30.0
@@ -116,9 +116,9 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Ends the desk before it waits for connections: every answer is told that it ends. `pause`: see `PAUSE_S`."""
+    """Ends the scheduler before it waits for connections: every answer is told that it ends. `pause`: see `PAUSE_S`."""
 
-    def __init__(self, app: Starlette, desk: Desk, pause: float = PAUSE_S) -> None:
+    def __init__(self, app: Starlette, scheduler: Scheduler, pause: float = PAUSE_S) -> None:
         for handler in _log.handlers:
             logging.getLogger("uvicorn").addHandler(handler)
         logging.getLogger("uvicorn").propagate = False
@@ -136,10 +136,10 @@ class Server(uvicorn.Server):
                 limit_concurrency=1000,
             )
         )
-        self._desk = desk
+        self._scheduler = scheduler
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await asyncio.to_thread(self._desk.close)
+        await asyncio.to_thread(self._scheduler.close)
         await super().shutdown(sockets)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ..client.interface import Likely, Spelled
 from ..progress import rounded
-from .desk import End
+from .scheduler import End
 from .spoken import Called, Text
 
 

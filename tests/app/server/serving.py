@@ -16,8 +16,8 @@ from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.client.loading import wait_until_loaded
 from floe_chat.app.server.application import application
 from floe_chat.app.server.connections import PAUSE_S, Server
-from floe_chat.app.server.desk import Desk
 from floe_chat.app.server.guard import LOOPBACK, Guard
+from floe_chat.app.server.scheduler import Scheduler
 from floe_chat.engine.events import MOST_TOGETHER, Sampling
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Served:
     """`url`: of the protocol."""
 
     root: str
-    desk: Desk
+    scheduler: Scheduler
     server: Server
     key: str | None = None
 
@@ -46,7 +46,7 @@ class Served:
 
     @property
     def model(self) -> str:
-        return self.desk.loaded.model
+        return self.scheduler.loaded.model
 
     def client(self) -> OpenAI:
         from openai import OpenAI
@@ -102,20 +102,20 @@ def serving(
     """
     client = ChatClient(pack)
     client.start()
-    desk = Desk(client, wait_until_loaded(client), queue, together)
+    scheduler = Scheduler(client, wait_until_loaded(client), queue, together)
     guard = Guard(key, LOOPBACK if key is None else None, origins)
-    app = application(desk, Sampling(temperature=0.0, min_p=0.0), guard, origins, pause)
+    app = application(scheduler, Sampling(temperature=0.0, min_p=0.0), guard, origins, pause)
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     if pause != PAUSE_S:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)  # the least there is
     listening.bind(("127.0.0.1", 0))
-    server = Server(app, desk, pause)
+    server = Server(app, scheduler, pause)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     while not server.started:
         time.sleep(0.01)
     try:
-        yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", desk, server, key)
+        yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", scheduler, server, key)
     finally:
         server.should_exit = True
         thread.join(60)

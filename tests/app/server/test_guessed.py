@@ -84,7 +84,7 @@ def test_who_goes_ends_them(slow: Served, guessing: Callable[[bool], None]) -> N
         pieces = reply.iter_lines()
         assert [next(pieces) for _ in range(40)]
     slow.until("floe_running", 0)
-    assert slow.desk.counts.answers == {"failed": 1}
+    assert slow.scheduler.counts.answers == {"failed": 1}
     again = slow.post({"messages": user("Go on. Go on. Go on."), "max_tokens": 30}).json()
     guessing(False)
     assert again["choices"] == slow.post({"messages": user("Go on. Go on. Go on."), "max_tokens": 30}).json()["choices"]

@@ -18,8 +18,8 @@ import httpx2
 import pytest
 from floe_chat.app.client.chat_client import ChatClient
 from floe_chat.app.client.interface import PromptTurn
-from floe_chat.app.server.desk import End, News, Order
 from floe_chat.app.server.refusals import RefusedError
+from floe_chat.app.server.scheduler import End, News, Request
 from floe_chat.app.server.spoken import Text
 from floe_chat.engine.events import Rule, Sampling
 from floe_chat.models.catalog import asset
@@ -35,19 +35,20 @@ def test_a_full_line_says_when_to_come_again(slow: Served) -> None:
         streams = [client.stream("POST", url, json=body)]
         lines = streams[0].__enter__().iter_lines()
         assert next(lines)
-        waiting = [slow.desk.take([order()], lambda _, __: None)[0] for _ in range(2)]
+        waiting = [wanted(), wanted()]
+        slow.scheduler.take(waiting, lambda _, __: None)
         refused = slow.post({"messages": user("hi")})
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert slow.metric("floe_refused_total") == 1
         streams[0].__exit__(None, None, None)
-        for ticket in waiting:
-            ticket.leave()
+        for request in waiting:
+            slow.scheduler.leave(request)
     slow.until("floe_waiting", 0)
     slow.until("floe_running", 0)
 
 
-def order(client: str = "", longest: int = 3) -> Order:
-    return Order([PromptTurn("user", "hi")], Sampling(temperature=5.0, seed=1), longest, client=client)
+def wanted(client: str = "", longest: int = 3) -> Request:
+    return Request([PromptTurn("user", "hi")], Sampling(temperature=5.0, seed=1), longest, client=client)
 
 
 async def test_each_client_has_its_turn(demo: Served) -> None:
@@ -60,7 +61,7 @@ async def test_each_client_has_its_turn(demo: Served) -> None:
             if len(ended) == len(names):
                 loop.call_soon_threadsafe(done.set)
 
-    demo.desk.take([order(name.split()[0], 24) for name in names], tell)
+    demo.scheduler.take([wanted(name.split()[0], 24) for name in names], tell)
     await asyncio.wait_for(done.wait(), 60)
     assert ended.index("one") < ended.index("many 2")
     assert [name for name in ended if name.startswith("many")] == names[1:4]
@@ -74,12 +75,12 @@ def test_the_figures_add_up(demo: Served) -> None:
 
 
 class TestTogether:
-    """Several answers at a time, as the desk hands them over."""
+    """Several answers at a time, as the scheduler hands them over."""
 
     @staticmethod
-    def taken(served: Served, orders: list[Order]) -> list[str]:
+    def taken(served: Served, requests: list[Request]) -> list[str]:
         """All of them at once; what each was told, and how it ended."""
-        texts, left, done = [""] * len(orders), len(orders), threading.Event()
+        texts, left, done = [""] * len(requests), len(requests), threading.Event()
 
         def tell(number: int, news: News) -> None:
             nonlocal left
@@ -97,38 +98,39 @@ class TestTogether:
             if not left:
                 done.set()
 
-        served.desk.take(orders, tell)
+        served.scheduler.take([replace(request) for request in requests], tell)
         assert done.wait(120), texts
         return texts
 
     def test_each_is_what_it_is_alone(self, demo: Served) -> None:
         """With its own seed, stop, constraint, limit and preset; two qualities are never computed at once."""
-        orders = [
-            replace(order(f"client {number % 3}", 8 + 3 * number), sampling=Sampling(temperature=0.9, seed=number))
+        requests = [
+            replace(wanted(f"client {number % 3}", 8 + 3 * number), sampling=Sampling(temperature=0.9, seed=number))
             for number in range(7)
         ]
-        orders[2] = replace(orders[2], schema='{"enum": ["yes", "no"]}')
-        orders[3] = replace(orders[3], quality="Fast")
-        orders[4] = replace(orders[4], quality="Fast", stops=("e",))
-        orders[6] = replace(orders[6], quality=Rule(sparsity=0.2))
-        alone = [self.taken(demo, [one])[0] for one in orders]
-        assert self.taken(demo, orders) == alone
+        requests[2] = replace(requests[2], schema='{"enum": ["yes", "no"]}')
+        requests[3] = replace(requests[3], quality="Fast")
+        requests[4] = replace(requests[4], quality="Fast", stops=("e",))
+        requests[6] = replace(requests[6], quality=Rule(sparsity=0.2))
+        alone = [self.taken(demo, [one])[0] for one in requests]
+        assert self.taken(demo, requests) == alone
         assert [one.rpartition(" ")[2] for one in alone[2:7]] == ["Balanced]", "Fast]", "Fast]", "Balanced]", "Custom]"]
         assert alone[2].startswith(('"yes"', '"no"')) and "e" not in alone[4].partition(" [")[0]
 
     def test_one_that_leaves_takes_none_with_it(self, long_winded: Path) -> None:
         with serving(long_winded, together=3) as served:
-            tickets = [served.desk.take([order(str(number), 30_000)], lambda _, __: None)[0] for number in range(4)]
+            requests = [wanted(str(number), 30_000) for number in range(4)]
+            served.scheduler.take(requests, lambda _, __: None)
             served.until("floe_running", 3)
             assert served.metric("floe_waiting") == 1
-            tickets[1].leave()
+            served.scheduler.leave(requests[1])
             served.until("floe_waiting", 0)
             served.until("floe_running", 3)  # a while after it has left the line
-            assert served.desk.counts.answers == {"failed": 1}
-            for ticket in tickets:
-                ticket.leave()
+            assert served.scheduler.counts.answers == {"failed": 1}
+            for request in requests:
+                served.scheduler.leave(request)
             served.until("floe_running", 0)
-            assert served.desk.counts.answers == {"failed": 4}
+            assert served.scheduler.counts.answers == {"failed": 4}
 
     @pytest.mark.some(2)
     @pytest.mark.parametrize("moment", ["in the line", "prompt", "first token", "held to a form", "ended"])
@@ -144,18 +146,18 @@ class TestTogether:
 
         held = moment == "held to a form"
         with serving(asset("demo", "packed") if held else long_winded, together=2) as served:
-            alone = self.taken(served, [order("x", 9)])
-            long = [order(f"other {number}", 30_000) for number in range({"in the line": 2}.get(moment, not held))]
-            others = served.desk.take(long, lambda _, __: None)
-            served.until("floe_running", len(others))
-            chat = served.desk._client._format  # pyright: ignore[reportPrivateUsage]
+            alone = self.taken(served, [wanted("x", 9)])
+            long = [wanted(f"other {number}", 30_000) for number in range({"in the line": 2}.get(moment, not held))]
+            served.scheduler.take(long, lambda _, __: None)
+            served.until("floe_running", len(long))
+            chat = served.scheduler._client._format  # pyright: ignore[reportPrivateUsage]
             assert isinstance(chat, ChatProcess) and chat._child is not None  # pyright: ignore[reportPrivateUsage]
             number = chat._child.number  # pyright: ignore[reportPrivateUsage]
             if moment == "prompt":
                 os.kill(number, signal.SIGSTOP)
             schema = '{"type": "array", "items": {"type": "integer"}, "minItems": 999}' if held else ""
-            wanted = replace(order("one", 3 if moment == "ended" else 30_000), schema=schema)
-            (ticket,) = served.desk.take([wanted], tell)
+            one = replace(wanted("one", 3 if moment == "ended" else 30_000), schema=schema)
+            served.scheduler.take([one], tell)
             served.until("floe_waiting", int(moment == "in the line"))
             if moment == "ended":
                 assert done.wait(60)
@@ -163,17 +165,17 @@ class TestTogether:
                 assert begun.wait(60) and isinstance(told[0], Text), told
             if held:
                 os.kill(number, signal.SIGSTOP)
-            ticket.leave()
+            served.scheduler.leave(one)
             if moment == "in the line":
                 served.until("floe_waiting", 0)
             else:
                 assert done.wait(60)
             os.kill(number, signal.SIGCONT)
-            assert served.metric("floe_running") == len(others)
-            for other in others:
-                other.leave()
+            assert served.metric("floe_running") == len(long)
+            for other in long:
+                served.scheduler.leave(other)
             before = len(told)
-            assert self.taken(served, [order("x", 9)]) == alone and len(told) == before
+            assert self.taken(served, [wanted("x", 9)]) == alone and len(told) == before
             ends = [type(news) for news in told if isinstance(news, End | RefusedError)]
             assert ends == ([] if moment == "in the line" else [End] if moment == "ended" else [RefusedError])
 
@@ -188,23 +190,25 @@ class TestTogether:
                     done.set()
 
         names = ["a", "a", "a", "a", "fast", *"aaaaaaaa"]
-        orders = [
-            replace(order(f"{at}", 8), quality="Fast" if name == "fast" else None) for at, name in enumerate(names)
+        requests = [
+            replace(wanted(f"{at}", 8), quality="Fast" if name == "fast" else None) for at, name in enumerate(names)
         ]
-        demo.desk.take(orders, tell)
+        demo.scheduler.take(requests, tell)
         assert done.wait(120) and ended.index("fast") == 4
 
     def test_a_preset_that_does_not_exist_ends_its_own_answer(self, demo: Served) -> None:
-        orders = [order("a", 9), replace(order("b", 9), quality="Best"), order("c", 9)]
-        told = self.taken(demo, orders)
+        requests = [wanted("a", 9), replace(wanted("b", 9), quality="Best"), wanted("c", 9)]
+        told = self.taken(demo, requests)
         assert told[1] == " [400]" and told[0] == told[2] and told[0].endswith("[length Balanced]")
 
     def test_a_burst_may_be_as_large_as_what_is_free(self, slow: Served) -> None:
         """One is computed, and two may wait."""
         with pytest.raises(RefusedError, match="may"):
-            slow.desk.take([order()] * 4, lambda _, __: None)
-        for ticket in slow.desk.take([order()] * 3, lambda _, __: None):
-            ticket.leave()
+            slow.scheduler.take([wanted()] * 4, lambda _, __: None)
+        requests = [wanted() for _ in range(3)]
+        slow.scheduler.take(requests, lambda _, __: None)
+        for request in requests:
+            slow.scheduler.leave(request)
         slow.until("floe_running", 0)
 
     def test_what_nobody_expected_is_told_and_the_next_has_its_turn(
@@ -215,8 +219,8 @@ class TestTogether:
 
         with monkeypatch.context() as patch:
             patch.setattr(ChatClient, "submit_whole", broken)
-            assert self.taken(demo, [order("a"), order("b")]) == [" [500]"] * 2
-        assert self.taken(demo, [order("a")])[0].endswith("[length Balanced]")
+            assert self.taken(demo, [wanted("a"), wanted("b")]) == [" [500]"] * 2
+        assert self.taken(demo, [wanted("a")])[0].endswith("[length Balanced]")
 
 
 # Clients that send half of what they should, take nothing, go at any moment, or come in crowds
@@ -373,7 +377,7 @@ def test_who_takes_nothing_frees_the_line(impatient: Served) -> None:
         impatient.until("floe_running", 1)
         other = impatient.post({"messages": user("hi"), "max_tokens": 2, "user": "another"})  # waits for that line
         assert other.status_code == 200 and other.json()["usage"]["completion_tokens"] == 2
-        assert impatient.desk.counts.answers == {"failed": 1, "length": 1}  # it was ended, not finished
+        assert impatient.scheduler.counts.answers == {"failed": 1, "length": 1}  # it was ended, not finished
         impatient.until_connections(0)  # without a word from the client: the server holds nothing for it any more
         assert b"[DONE]" not in everything(made)
 
@@ -399,10 +403,10 @@ def test_going_while_waiting_leaves_the_line(slow: Served) -> None:
         with closing(connected(slow, head(len(whole)) + whole)):
             slow.until("floe_waiting", 1)
         slow.until("floe_waiting", 0)
-        assert slow.metric("floe_running") == 1 and slow.desk.counts.answers == {}
+        assert slow.metric("floe_running") == 1 and slow.scheduler.counts.answers == {}
         first.shutdown(socket.SHUT_RDWR)
     slow.until("floe_running", 0)
-    assert slow.desk.counts.answers == {"failed": 1}
+    assert slow.scheduler.counts.answers == {"failed": 1}
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -416,16 +420,16 @@ def test_going_in_the_middle_of_an_answer_ends_it(slow: Served, stream: bool) ->
     made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
     made.close()
     slow.until("floe_running", 0)
-    assert slow.desk.counts.answers == {"failed": 1}
+    assert slow.scheduler.counts.answers == {"failed": 1}
 
 
 def test_going_in_the_middle_of_a_request_is_no_failure(hasty: Served) -> None:
     whole = head(len(body := asking(hasty))) + body
-    answers = dict(hasty.desk.counts.answers)
+    answers = dict(hasty.scheduler.counts.answers)
     for part in (0.2, 0.95):
         connected(hasty, whole[: int(part * len(whole))]).close()
     assert is_served(hasty)
-    assert hasty.desk.counts.answers == answers | {"length": answers.get("length", 0) + 1}
+    assert hasty.scheduler.counts.answers == answers | {"length": answers.get("length", 0) + 1}
 
 
 def test_one_who_goes_does_not_disturb_those_who_stay(hasty: Served, expected: dict[str, str]) -> None:

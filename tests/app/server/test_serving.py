@@ -339,7 +339,7 @@ def test_a_prompt_that_was_read_before_is_not_read_again(demo: Served) -> None:
 
 @pytest.mark.thorough
 def test_an_answer_ends_where_the_context_does(demo: Served) -> None:
-    window = demo.desk.loaded.context_window
+    window = demo.scheduler.loaded.context_window
     # The bias keeps the token that would end it away.
     body = {"messages": user("token " * (window * 15 // 16)), "logit_bias": {"300": 100}}
     *events, last = streamed(demo, {**body, "stream_options": {"include_usage": True}})
