@@ -20,7 +20,7 @@ from .mixers.grouped import Heads, KeptTokens
 from .mixers.latent import Latent
 from .rule import Rule
 from .step import Router
-from .types import X_BITS, Active, Calls, Flow, Limits
+from .types import X_BITS, Active, Calls, Feedback, Limits
 from .weights import ExpertRows, LinearWeights, Projection, SignalWeights
 
 MOST_GROUP = 256  # numbers that share a grid (kMostGroup)
@@ -259,7 +259,7 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor, device: torch.dev
 
 def round_matrix(
     matrix: Tensor,
-    flow: Flow,
+    feedback: Feedback,
     bits: int,
     group: int,
     weight: Tensor | None,
@@ -272,7 +272,7 @@ def round_matrix(
         raise ValueError(f"matrix must be floating point of shape (N, n), not {described(matrix)}")
     require("matrix", matrix, FLOATS[:3], tuple(matrix.shape), matrix.device)
     places = matrix.shape[0 if weight is None else 1]
-    require("lower", flow.lower, (torch.float32,), (places, places), matrix.device)
+    require("lower", feedback.lower, (torch.float32,), (places, places), matrix.device)
     if not 1 <= bits <= 8:
         raise ValueError(f"bits must be 1 to 8, not {bits}")
     if short and bits > SHORTEST:

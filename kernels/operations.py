@@ -24,7 +24,7 @@ from .mixers.grouped import Heads, KeptTokens
 from .mixers.latent import Latent
 from .rule import Rule
 from .step import ExpertLayer, Router
-from .types import X_BITS, Active, Calls, Flow, Limits, Rounded, Work
+from .types import X_BITS, Active, Calls, Feedback, Limits, Rounded, Work
 from .weights import ExpertRows, LinearWeights, SignalWeights
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "Active",
     "Backend",
     "Calls",
-    "Flow",
+    "Feedback",
     "Limits",
     "Listing",
     "Portion",
@@ -424,7 +424,7 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
 
 def round_matrix(
     matrix: Tensor,
-    flow: Flow,
+    feedback: Feedback,
     bits: int,
     group: int,
     *,
@@ -439,10 +439,10 @@ def round_matrix(
     each group in a row, to what the numbers before it pass on to it.
 
     Args:
-        matrix: (N, n). flow: for lines of that length. bits: 1 to 8. group: consecutive numbers of a row that share a
-            grid, 256 at most. weight: (n,) of errors; those of a group add up to 1. values: the type of what the codes
-            stand for, float32 or bfloat16, if that is wanted. short: whether scales and zeros will be bytes, of 4 bits
-            at most.
+        matrix: (N, n). feedback: for lines of that length. bits: 1 to 8. group: consecutive numbers of a row that share
+            a grid, 256 at most. weight: (n,) of errors; those of a group add up to 1. values: the type of what the
+            codes stand for, float32 or bfloat16, if that is wanted. short: whether scales and zeros will be bytes, of
+            4 bits at most.
 
     Returns:
         Scales and zeros that float16 can hold, or bytes. Where they cannot, or a number is none, they are not finite.
@@ -450,8 +450,8 @@ def round_matrix(
     Raises:
         ValueError: shapes that do not fit.
     """
-    arguments.round_matrix(matrix, flow, bits, group, weight, values, short=short)
-    return choose(matrix.device).round_matrix(matrix, flow, bits, group, weight, values, short=short)
+    arguments.round_matrix(matrix, feedback, bits, group, weight, values, short=short)
+    return choose(matrix.device).round_matrix(matrix, feedback, bits, group, weight, values, short=short)
 
 
 def fast_type(device: torch.device) -> torch.dtype:

@@ -19,7 +19,7 @@ from torch import Tensor
 from .activation import side
 from .codes import CHUNK, LARGEST_SCALE, byte_below, scale_of_byte, zero_in_steps
 from .rule import MOST_EASE, Rule
-from .types import Active, Calls, Flow, Limits, Rounded, Work
+from .types import Active, Calls, Feedback, Limits, Rounded, Work
 from .weights import ExpertRows, LinearWeights, SignalWeights
 
 ROUND_STEP = 64  # places of a column whose grids `round_matrix` fits before it rounds them
@@ -215,7 +215,7 @@ def pool_scatter(pool: Tensor, slots: Tensor, records: Tensor) -> None:
 
 def round_matrix(
     matrix: Tensor,
-    flow: Flow,
+    feedback: Feedback,
     bits: int,
     group: int,
     weight: Tensor | None,
@@ -224,7 +224,7 @@ def round_matrix(
     short: bool = False,
 ) -> Rounded:
     """See `kernels.round_matrix`: step by step, in each a fit of the grids, and place after place."""
-    down, lower = weight is None, flow.lower
+    down, lower = weight is None, feedback.lower
     given = (matrix if down else matrix.T).float()  # (places, lines)
     step = ROUND_STEP if down else group
     codes, errors = torch.empty_like(given, dtype=torch.uint8), torch.empty_like(given)

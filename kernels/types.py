@@ -88,8 +88,8 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Flow:
-    """How what codes leave over passes from number to number of a line (`kernels.round_matrix`).
+class Feedback:
+    """How the errors of codes are fed back into the numbers behind them in a line (`kernels.round_matrix`).
 
     Attributes:
         lower: (n, n) float32, lower triangular: number m takes up lower[m] · the errors of those before it.

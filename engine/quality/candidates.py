@@ -27,7 +27,7 @@ from ...models.checkpoint import Checkpoint
 from ...models.errors import UsageError
 from ...models.packing import calibration
 from ...models.packing.allotment import LayerTables, spread
-from ...models.packing.rounding import Felt, felt, round_down, round_for
+from ...models.packing.rounding import Hessian, hessian, round_down, round_for
 from ..experts import substitution
 from .half_resident import RESIDENT_SHARE
 from .pack_source import PackSource, model_of
@@ -197,7 +197,7 @@ class _Experts(nn.Module):
             for setting, block in zip(self._settings, blocks, strict=True)
         ]
         self._probabilities = torch.empty(0)
-        inputs = cache(lambda: felt(hidden[:lead]))
+        inputs = cache(lambda: hessian(hidden[:lead]))
         worths = calibration.worths(top_k_weights[:lead])
         shares = self._shares(hidden[:lead], top_k_index[:lead], top_k_weights[:lead])
         for number in range(self._checkpoint.experts):
@@ -278,7 +278,7 @@ class _Expert:
         down: Tensor,
         seen: Tensor,
         worth: Tensor,
-        inputs: Callable[[], Felt],
+        inputs: Callable[[], Hessian],
         signal: Projection,
         shares: dict[str, Tensor],
         *,

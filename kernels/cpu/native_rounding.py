@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..types import Flow, Rounded
+from ..types import Feedback, Rounded
 from .binding import check, library, records
 
 _KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # as floe.h numbers them
@@ -18,7 +18,7 @@ def by_bfloat16() -> bool:
 
 def round_matrix(
     matrix: Tensor,
-    flow: Flow,
+    feedback: Feedback,
     bits: int,
     group: int,
     weight: Tensor | None,
@@ -31,7 +31,7 @@ def round_matrix(
     scale, zero = torch.empty((2, rows, columns // group)).unbind()
     codes = torch.empty(matrix.shape, dtype=torch.uint8)
     stand_for = None if values is None else torch.empty(matrix.shape, dtype=values)
-    half = flow.half if by_bfloat16() else None
+    half = feedback.half if by_bfloat16() else None
     rounding = records.rounding(
         rows=rows,
         columns=columns,
@@ -44,5 +44,5 @@ def round_matrix(
         values_kind=_KINDS[values or torch.float32],
     )
     made = codes, stand_for, scale, zero
-    check(library().round_matrix(rounding, weight, flow.lower, half, matrix, torch.get_num_threads(), *made))
+    check(library().round_matrix(rounding, weight, feedback.lower, half, matrix, torch.get_num_threads(), *made))
     return Rounded(codes, scale, zero, stand_for)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...kernels.codes import byte_below, pack_codes, scale_of_byte
 from ...kernels.layouts import VectorLayout
-from ...kernels.operations import Flow, round_matrix
+from ...kernels.operations import Feedback, round_matrix
 from ..quantized import Kept
 from ..transformers_import import import_hqq
 
@@ -57,8 +57,8 @@ def quantize(matrix: Tensor, bits: int, group: int, values: torch.dtype | None =
     else:
         finite(matrix)
         even = torch.full((group,), 1 / group)
-        flow, short = Flow(torch.eye(group)), short and bits < MOST_BITS
-        made = round_matrix(matrix.reshape(-1, group), flow, bits, group, weight=even, short=short)
+        feedback, short = Feedback(torch.eye(group)), short and bits < MOST_BITS
+        made = round_matrix(matrix.reshape(-1, group), feedback, bits, group, weight=even, short=short)
         codes, scale, zero = (part.view(len(matrix), -1) for part in made[:3])
         scale, zero = scale.half(), zero.half()
     if bits == MOST_BITS:

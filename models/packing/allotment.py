@@ -81,22 +81,22 @@ class LayerTables:
         return {name: read_at(self.own[name], shares) for name, shares in self.shares(exempt).items()}
 
 
-def lost_below(values: Tensor, table: Tensor, h: Tensor, felt: Tensor) -> Tensor:
+def lost_below(values: Tensor, table: Tensor, h: Tensor, along: Tensor) -> Tensor:
     """What an expert's output loses on T tokens where its weakest neurons are left out.
 
     Args:
         values: (T, F) what thresholds are compared with. table: (Q,) the quantiles of their magnitudes. h: (T, F) the
-            hidden values, times the router's weight. felt: (F, m) as `directions` gives it.
+            hidden values, times the router's weight. along: (F, m) as `directions` gives it.
 
     Returns:
         (STEPS + 1,) float64, energy by token, where 0, 1 ... STEPS of STEPS equal shares of the neurons are left out.
     """
     limits = table[torch.linspace(0, len(table) - 1, STEPS + 1).round().long()]
     place = torch.bucketize(values.abs().to(table.dtype), limits, right=True, out_int32=True).to(torch.uint8)
-    h, wrong, found = h.to(felt.dtype), torch.zeros(1, len(h), felt.shape[1]), [torch.zeros(1, dtype=torch.float64)]
+    h, wrong, found = h.to(along.dtype), torch.zeros(1, len(h), along.shape[1]), [torch.zeros(1, dtype=torch.float64)]
     steps = torch.arange(1, STEPS + 1, dtype=torch.uint8)[:, None, None]
     for some in steps.split(max(1, _AT_ONCE // max(1, h.numel()))):
-        parts = (torch.where(place == some, h, 0) @ felt).float()
+        parts = (torch.where(place == some, h, 0) @ along).float()
         parts[0] += wrong[-1]
         wrong = parts.cumsum(0)
         found.append(wrong.square().sum((1, 2)).double() / max(1, len(h)))

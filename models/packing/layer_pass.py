@@ -62,7 +62,7 @@ class LayerPass:
         _furnish(layer, f"model.layers.{index}", self._family, dense.stored(file, index + 1), self._bits)
         return layer
 
-    def feel(
+    def calibrate(
         self,
         index: int,
         weights: Mapping[str, Tensor],
@@ -76,7 +76,7 @@ class LayerPass:
                 (n, k) and its inputs (B, k) when these are known, and gives what takes the matrix's place.
         """
         layer = copy.deepcopy(self._layers[index])
-        _feel(layer, f"model.layers.{index}", self._family, weights, rounded)
+        _calibrate(layer, f"model.layers.{index}", self._family, weights, rounded)
         self._about(index)
         self.run(layer, hidden)
 
@@ -152,7 +152,7 @@ class WholePass:
         _furnish(layer, f"model.layers.{index}", self._family, dense.stored(file, index + 1), self._bits)
         return layer
 
-    def feel(
+    def calibrate(
         self,
         index: int,
         weights: Mapping[str, Tensor],
@@ -164,7 +164,7 @@ class WholePass:
         hooks, own._forward_pre_hooks, own._forward_hooks = (own._forward_pre_hooks, own._forward_hooks), {}, {}
         layer = copy.deepcopy(own)
         own._forward_pre_hooks, own._forward_hooks = hooks
-        _feel(layer, f"model.layers.{index}", self._family, weights, rounded)
+        _calibrate(layer, f"model.layers.{index}", self._family, weights, rounded)
         with torch.inference_mode():
             layer(*called.given, **called.named)
 
@@ -177,7 +177,7 @@ def _furnish(module: nn.Module, prefix: str, family: Any, weights: Mapping[str, 
     library_model.furnish(module, prefix, family, weights, bits, _dequantized, torch.float32, "cpu")
 
 
-def _feel(
+def _calibrate(
     layer: nn.Module,
     prefix: str,
     family: Any,

@@ -27,7 +27,7 @@ from ..pack.widths import CALIBRATED
 from . import calibration
 from .allotment import LayerTables, spread
 from .journal import Journal, lost
-from .rounding import felt, round_down, round_for
+from .rounding import hessian, round_down, round_for
 from .signal_choice import AUTO, PRODUCT, SHARE, choose, exempt, skips_nothing, unpackable
 
 Given = Callable[[Tensor, Tensor], None]
@@ -110,7 +110,7 @@ class PackingExperts(nn.Module):
         weighed = self._manifest.calibration.weighed  # unless a pack of before is repaired
         worths = calibration.worths(top_k_weights) if weighed else torch.ones_like(top_k_weights)
         self._measures["router_score"].copy_(calibration.quantile_table(top_k_weights))
-        self._inputs = cache(lambda: felt(hidden.to(self._device)))
+        self._inputs = cache(lambda: hessian(hidden.to(self._device)))
         down_bias = self._file[DOWN_BIAS] if self._rows.biased else None
         plain = torch.zeros(experts, calibration.QUANTILES) if self._manifest.calibration.plain else None
         with self._file, self._measures:

@@ -30,7 +30,7 @@ from .journal import Journal, lost
 from .layer_pass import Called, LayerPass, WholePass
 from .pack_experts import PackingExperts, measures_name, measures_plan
 from .reading_order import ReadingOrder
-from .rounding import Feeling, round_for
+from .rounding import Hessians, round_for
 
 PackReport = Callable[[str, float, float | None], None]
 PROFILE = "profile.safetensors"
@@ -113,7 +113,7 @@ class Packing:
         if hidden is None:
             hidden = passing.embed(self._dense, file, tokens)
         for decoder in range(first, self._until):
-            self._store_dense(file, decoder + 1, partial(passing.feel, hidden=hidden))
+            self._store_dense(file, decoder + 1, partial(passing.calibrate, hidden=hidden))
             if decoder not in self._source.layers:
                 hidden = passing.run(passing.layer(decoder, self._dense, file, None), hidden)
                 continue
@@ -133,7 +133,7 @@ class Packing:
                 packed(self._packed(decoder - 1))
             if called is None or decoder >= self._until:
                 return False
-            self._store_dense(file, decoder + 1, partial(passing.feel, called=called))
+            self._store_dense(file, decoder + 1, partial(passing.calibrate, called=called))
             if decoder in self._source.layers:
                 self._layer(passing, file, self._packed(decoder))
             else:
@@ -209,22 +209,22 @@ class Packing:
                 self._order.finished(("table", part))
                 start += rows
 
-    def _store_dense(self, file: TensorFile, stage: int, feel: Callable[..., None] | None = None) -> None:
-        """Linear layers are rounded for what they are given where the layer is run as published, by `feel`."""
+    def _store_dense(self, file: TensorFile, stage: int, calibrate: Callable[..., None] | None = None) -> None:
+        """Linear layers are rounded for what they are given where the layer is run as published, by `calibrate`."""
         left = {name: self._dense.read(name) for name in self._dense.stages[stage] if name not in self._journal.dense}
         if left:
             calibrated = self._manifest.widths.rounding == CALIBRATED
-            layers = self._dense.rounded(stage) if feel is not None and calibrated else {}
-            found, feeling = set[str](), Feeling()
+            layers = self._dense.rounded(stage) if calibrate is not None and calibrated else {}
+            found, hessians = set[str](), Hessians()
 
             def rounded(layer: str, matrix: Tensor, x: Tensor) -> Tensor:
                 self._clock.say(f"Rounding the attention of layer {stage} of {self._decoders}")
-                self._dense.store(file, layers[layer], matrix, partial(round_for, feeling(x)))
+                self._dense.store(file, layers[layer], matrix, partial(round_for, hessians(x)))
                 found.add(layers[layer])
                 return self._dense.values(file, layers[layer])
 
-            if feel is not None and layers:
-                feel(stage - 1, left, rounded=rounded)
+            if calibrate is not None and layers:
+                calibrate(stage - 1, left, rounded=rounded)
             for name, tensor in left.items():
                 if name in self._dense.plan and loses(tensor, self._dense.plan[name][0]):
                     self._journal.note_loses(name)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...kernels.operations import Flow, Rounded, round_matrix
+from ...kernels.operations import Feedback, Rounded, round_matrix
 from ..pack.quantize import MOST_BITS, Codes, finite, quantize
 
 DAMPING = 0.05  # of the usual input's mean square, added to each: the text is a sample
@@ -25,19 +25,19 @@ _QUIET = 0.7  # share of an expert's hidden values that down is not rounded for
 _SAMPLE = 1 << 16  # of hidden values, for that share
 
 
-class Felt(NamedTuple):
-    """How n inputs move together.
+class Hessian(NamedTuple):
+    """The damped second moments of n inputs: the Hessian of a linear layer's squared error (GPTQ, arXiv 2210.17323).
 
     Attributes:
-        flow: by M, unit upper triangular, of M D Mᵀ, the damped second moments.
+        feedback: by M, unit upper triangular, of M D Mᵀ, the damped second moments.
         weight: (n,) each input's mean square, in usual ones.
     """
 
-    flow: Flow
+    feedback: Feedback
     weight: Tensor
 
 
-def felt(x: Tensor, damping: float = DAMPING) -> Felt:
+def hessian(x: Tensor, damping: float = DAMPING) -> Hessian:
     """What rounding has to know of inputs x (T, n).
 
     Raises:
@@ -57,24 +57,24 @@ def felt(x: Tensor, damping: float = DAMPING) -> Felt:
         factor, failed = torch.linalg.cholesky_ex(moments)
         if not int(failed):
             lower = factor.div_(factor.diagonal().clone()).T.flip(0, 1)
-            return Felt(Flow(lower.contiguous()), weight / size)
+            return Hessian(Feedback(lower.contiguous()), weight / size)
         damping *= 10
 
 
-class Feeling:
-    """`felt` of inputs, once for the matrices that meet the same ones one after the other."""
+class Hessians:
+    """`hessian` of inputs, once for the matrices that meet the same ones one after the other."""
 
     def __init__(self) -> None:
-        self._last: tuple[Tensor, Felt] | None = None
+        self._last: tuple[Tensor, Hessian] | None = None
 
-    def __call__(self, x: Tensor) -> Felt:
+    def __call__(self, x: Tensor) -> Hessian:
         if self._last is None or self._last[0].data_ptr() != x.data_ptr() or self._last[0].shape != x.shape:
-            self._last = x, felt(x)
+            self._last = x, hessian(x)
         return self._last[1]
 
 
 def round_for(
-    inputs: Felt, matrix: Tensor, bits: int, group: int, *, short: bool = False, values: torch.dtype | None = None
+    inputs: Hessian, matrix: Tensor, bits: int, group: int, *, short: bool = False, values: torch.dtype | None = None
 ) -> Codes:
     """Codes of a matrix (N, n) that n inputs meet, each row in groups of consecutive values.
 
@@ -88,8 +88,8 @@ def round_for(
     weight = inputs.weight.view(-1, group)
     weight = weight.maximum((_LEAST * weight.amax(1, keepdim=True)).clamp_min(1e-6))
     weight = (weight / weight.sum(1, keepdim=True)).flatten().to(matrix.device)
-    flow = Flow(inputs.flow.lower.to(matrix.device)) if matrix.is_cuda else inputs.flow
-    return _codes(matrix, round_matrix(matrix, flow, bits, group, weight=weight, short=short, values=values))
+    feedback = Feedback(inputs.feedback.lower.to(matrix.device)) if matrix.is_cuda else inputs.feedback
+    return _codes(matrix, round_matrix(matrix, feedback, bits, group, weight=weight, short=short, values=values))
 
 
 def round_down(
@@ -106,8 +106,8 @@ def round_down(
         return quantize(down, bits, group, values)
     parts: list[Codes] = []
     for rows, given in zip(down.split(_TOGETHER), _loud(hidden).split(_TOGETHER, dim=1), strict=True):
-        flow = felt(given, _DOWN_DAMPING).flow
-        parts.append(_codes(rows, round_matrix(rows, flow, bits, group, short=short, values=values)))
+        feedback = hessian(given, _DOWN_DAMPING).feedback
+        parts.append(_codes(rows, round_matrix(rows, feedback, bits, group, short=short, values=values)))
     codes, scale, zero, found = zip(*parts, strict=True)
     return Codes(torch.cat(codes), torch.cat(scale), torch.cat(zero), None if values is None else torch.cat(found))
 

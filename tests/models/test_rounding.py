@@ -10,7 +10,7 @@ import torch
 from floe_chat.kernels.codes import dequantize, pack_codes, unpack_codes
 from floe_chat.kernels.layouts import VectorLayout
 from floe_chat.models.pack.quantize import MOST_BITS, Codes, by_hqq, quantize, store
-from floe_chat.models.packing.rounding import DAMPING, felt, round_down, round_for
+from floe_chat.models.packing.rounding import DAMPING, hessian, round_down, round_for
 from floe_chat.models.transformers_import import import_hqq
 from torch import Tensor
 
@@ -39,7 +39,7 @@ def test_what_a_matrix_gives_suffers_less_than_by_grids_alone(bits: int, inputs:
     fresh = related(900, inputs)[600:]  # of the same kind, but not seen
     ours, theirs = (
         share(fresh @ by(matrix, bits, group).dense().T, fresh @ matrix.T)
-        for by in (partial(round_for, felt(x)), quantize)
+        for by in (partial(round_for, hessian(x)), quantize)
     )
     assert ours <= 0.8 * theirs
 
@@ -63,7 +63,8 @@ def test_few_tokens_hardly_harm_the_rest(tokens: int) -> None:
     x, matrix = related(tokens, 128), drawn(60, 128, seed=3)
     others = drawn(500, 128, seed=9)
     ours, theirs = (
-        share(others @ by(matrix, 4, 64).dense().T, others @ matrix.T) for by in (partial(round_for, felt(x)), quantize)
+        share(others @ by(matrix, 4, 64).dense().T, others @ matrix.T)
+        for by in (partial(round_for, hessian(x)), quantize)
     )
     assert ours <= 1.6 * theirs
 
@@ -71,7 +72,7 @@ def test_few_tokens_hardly_harm_the_rest(tokens: int) -> None:
 @pytest.mark.parametrize("x", [torch.zeros(4, 64), torch.eye(64)[:1] * 1e-20], ids=["nothing", "next-to-nothing"])
 def test_inputs_that_say_nothing_are_borne(x: Tensor) -> None:
     matrix = drawn(20, 64, seed=3)
-    assert share(round_for(felt(x), matrix, 4, 64).dense(), matrix) <= 0.1
+    assert share(round_for(hessian(x), matrix, 4, 64).dense(), matrix) <= 0.1
     assert share(round_down(torch.zeros(4, 20), matrix, 4, 64).dense(), matrix) <= 0.1
 
 
@@ -79,7 +80,7 @@ def test_an_input_that_dwarfs_all_others_is_borne() -> None:
     x = drawn(200, 64)
     x[:, 5] *= 1e4
     matrix = drawn(20, 64, seed=3)
-    got = round_for(felt(x), matrix, 4, 64).dense()
+    got = round_for(hessian(x), matrix, 4, 64).dense()
     assert share(x @ got.T, x @ matrix.T) <= 0.02 and share(got, matrix) <= 0.3
 
 
@@ -87,8 +88,8 @@ def test_errors_flow_as_the_moments_factor_says() -> None:
     x = related(500, 40)
     moments = (x.T @ x).double()
     moments /= moments.diagonal().mean()
-    found = felt(x)
-    lower = found.flow.lower.double()
+    found = hessian(x)
+    lower = found.feedback.lower.double()
     assert torch.equal(lower, lower.tril()) and torch.equal(lower.diagonal(), torch.ones(40).double())
     inverse = torch.linalg.inv(lower)
     between = inverse.T @ (moments + DAMPING * torch.eye(40)) @ inverse
@@ -99,11 +100,11 @@ def test_errors_flow_as_the_moments_factor_says() -> None:
 
 def test_eight_bits_are_by_grids_alone() -> None:
     matrix, x = drawn(30, 64), related(50, 64)
-    for by in (partial(round_for, felt(x)), partial(round_down, related(50, 30))):
+    for by in (partial(round_for, hessian(x)), partial(round_down, related(50, 30))):
         assert all(torch.equal(a, b) for a, b in zip(by(matrix, 8, 64)[:3], quantize(matrix, 8, 64)[:3], strict=True))
 
 
-@pytest.mark.parametrize("by", [partial(round_for, felt(related(90, 64))), partial(round_down, related(90, 64))])
+@pytest.mark.parametrize("by", [partial(round_for, hessian(related(90, 64))), partial(round_down, related(90, 64))])
 def test_weights_that_cannot_be_rounded_are_refused(by: Rounding) -> None:
     matrix = drawn(64, 64)
     for value in (float("nan"), float("inf")):
@@ -119,13 +120,13 @@ def test_inputs_that_are_not_finite_are_refused() -> None:
     x = related(90, 64)
     x[5, 3] = float("inf")
     with pytest.raises(ValueError, match="not finite"):
-        felt(x)
+        hessian(x)
 
 
 def test_what_is_given_stays_as_it_is() -> None:
     matrix, x = drawn(64, 64), related(90, 64)
     kept, seen = matrix.clone(), x.clone()
-    round_for(felt(x), matrix, 4, 64)
+    round_for(hessian(x), matrix, 4, 64)
     round_down(x, matrix, 4, 64)
     assert torch.equal(matrix, kept) and torch.equal(x, seen)
 
