@@ -15,7 +15,7 @@ from types import MappingProxyType
 _CLOSE = 0.6  # of 1: how similar a mistyped name must be to the one it may mean
 
 
-class Place(Enum):
+class Scope(Enum):
     """Where the keys of an action work: on every page, in the chat, or while one part of the chat has the focus."""
 
     ANYWHERE = auto()
@@ -42,7 +42,7 @@ class Action:
     name: str
     does: str
     keys: str = ""
-    place: Place = Place.CHAT
+    place: Scope = Scope.CHAT
     run: str = ""
     title: str = ""
     hint: str = ""
@@ -70,15 +70,15 @@ def _command(
 
 
 def _field(name: str, does: str, keys: str, run: str = "", *, fixed: bool = True) -> Action:
-    return Action(name, does, keys, Place.FIELD, run or f"screen.do('{name}')", fixed=fixed)
+    return Action(name, does, keys, Scope.FIELD, run or f"screen.do('{name}')", fixed=fixed)
 
 
 def _message(name: str, does: str, keys: str, run: str = "", hint: str = "") -> Action:
-    return Action(name, does, keys, Place.MESSAGES, run or f"act('{name}')", hint=hint)
+    return Action(name, does, keys, Scope.MESSAGES, run or f"act('{name}')", hint=hint)
 
 
 def _panel(name: str, does: str, keys: str, run: str = "") -> Action:
-    return Action(name, does, keys, Place.PANEL, run or f"screen.do('{name}')", fixed=True)
+    return Action(name, does, keys, Scope.PANEL, run or f"screen.do('{name}')", fixed=True)
 
 
 # In the order of the palette and of the settings file.
@@ -131,20 +131,20 @@ ACTIONS: tuple[Action, ...] = (
         "help",
         "Keys, commands and the panel's words",
         "f1",
-        Place.ANYWHERE,
+        Scope.ANYWHERE,
         "help",
         title="Help",
         hint="help",
         command="help",
         yields=True,
     ),
-    Action("palette", "Every command by name", "ctrl+p", Place.ANYWHERE, "command_palette", hint="commands"),
-    Action("redraw", "Redraw the screen", "ctrl+l", Place.ANYWHERE, "redraw"),
+    Action("palette", "Every command by name", "ctrl+p", Scope.ANYWHERE, "command_palette", hint="commands"),
+    Action("redraw", "Redraw the screen", "ctrl+l", Scope.ANYWHERE, "redraw"),
     Action(
         "quit",
         "Quit floe-chat; the answer so far is saved",
         "ctrl+q",
-        Place.ANYWHERE,
+        Scope.ANYWHERE,
         "quit",
         title="Quit",
         hint="quit",
@@ -174,8 +174,8 @@ ACTIONS: tuple[Action, ...] = (
     _message("delete_message", "Delete it and all messages after it", "d,delete", hint="delete"),
     _message("older_version", "The previous version, if there are several", "left,h"),
     _message("newer_version", "The next version", "right,l"),
-    Action("", "", "pageup", Place.MESSAGES, "screen.do('scroll_up')", fixed=True),
-    Action("", "", "pagedown", Place.MESSAGES, "screen.do('scroll_down')", fixed=True),
+    Action("", "", "pageup", Scope.MESSAGES, "screen.do('scroll_up')", fixed=True),
+    Action("", "", "pagedown", Scope.MESSAGES, "screen.do('scroll_down')", fixed=True),
     _panel("section_above", "Explain the section above", "up,k", "explain(-1)"),
     _panel("section_below", "Explain the section below", "down,j", "explain(1)"),
     _panel("open_experts", "Expert use, layer by layer", "enter", "screen.do('experts')"),

@@ -25,7 +25,7 @@ from textual.widgets import Input, TextArea
 from ..engine.events import Failed, Loaded, Notice, Sampling
 from ..models.catalog import find
 from ..models.errors import FloeError
-from .actions import COMMANDS, OWN, Place
+from .actions import COMMANDS, OWN, Scope
 from .background import in_background, later
 from .chat.beginning import Beginning, need_saving
 from .chat.controller import ModelNotLoaded
@@ -65,7 +65,7 @@ class FloeChatApp(App[int]):
 
     TITLE = "floe-chat"
     CSS_PATH: ClassVar[list[str]] = ["floe.tcss", "pages.tcss"]  # pyright: ignore[reportIncompatibleVariableOverride]
-    BINDINGS: ClassVar[list[BindingType]] = bindings(Place.ANYWHERE)
+    BINDINGS: ClassVar[list[BindingType]] = bindings(Scope.ANYWHERE)
 
     def __init__(
         self,

@@ -14,7 +14,7 @@ from ..client.interface import UNKNOWN_WINDOW, Question, Refused, Submitted
 from ..history import Answer, AnswerStats, History, Message, MessageState
 from .dialogue import Dialogue
 from .model import ChatModel, Phase
-from .view import Place, View
+from .view import AnswerView, View
 
 
 @dataclass(slots=True)
@@ -31,7 +31,7 @@ class Running:
     request: int
     message: Message
     answer: Answer
-    place: Place
+    place: AnswerView
     seen: list[int]
     instead: Message | None = None
     more_of: Message | None = None
@@ -127,7 +127,7 @@ class Answering:
         self._begin()
         return True
 
-    async def start_beside(self, places: Sequence[Place], beside: Message | None) -> list[Running]:
+    async def start_beside(self, places: Sequence[AnswerView], beside: Message | None) -> list[Running]:
         """Have the last question answered once for each of `places`, as siblings of the answer `beside`, which stays
         the one that the chat shows; without one, the first answer does.
 
@@ -152,7 +152,7 @@ class Answering:
         sampling, number = self._dialogue.setup.sampling, self._dialogue.number
         return Question(turns, sampling, self._max_new_tokens, begun, number, thought), seen
 
-    def _follow(self, request: int, message: Message, answer: Answer, place: Place, seen: list[int]) -> Running:
+    def _follow(self, request: int, message: Message, answer: Answer, place: AnswerView, seen: list[int]) -> Running:
         """Take what comes for this request as the text of `answer`."""
         running = Running(request, message, answer, place, seen, pieces=[message.text], thoughts=[message.thought])
         self._live[request] = running

@@ -20,7 +20,7 @@ class Waiting(Protocol):
         """Take it away."""
 
 
-class Place(Protocol):
+class AnswerView(Protocol):
     """Where an answer is shown while it is written."""
 
     def show_progress(self, words: str) -> None:
@@ -39,7 +39,7 @@ class Place(Protocol):
         """Show what went wrong, why, and what to do."""
 
 
-class Column(Place, Protocol):
+class Column(AnswerView, Protocol):
     """One of several answers side by side."""
 
     def begin(self, answer: Message) -> None:
@@ -76,8 +76,8 @@ class Beside(Protocol):
         """Say something to the person there."""
 
 
-class Messages(Place, Protocol):
-    """The messages of one branch, with remarks between them; what `Place` says is about the live one."""
+class Messages(AnswerView, Protocol):
+    """The messages of one branch, with remarks between them; what `AnswerView` says is about the live one."""
 
     @property
     def live(self) -> int | None:

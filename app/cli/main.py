@@ -12,7 +12,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from ...engine.parallel.place import Place
+from ...engine.parallel.world import World
 from ...models.errors import FloeError, UsageError
 from ...models.hub.privacy import stay_private
 from ..arguments import need_folder, need_terminal
@@ -57,8 +57,8 @@ def cli(ctx: click.Context, plain: bool, continued: bool, chat: int | None, **op
     """
     need_folder()
     _use_own_models_folder()
-    if (place := Place.of()) is not None and place.rank:  # process 0 does what is asked, the others help it
-        ctx.exit(work(place) if ctx.invoked_subcommand in _SPREAD else 0)
+    if (world := World.of()) is not None and world.rank:  # process 0 does what is asked, the others help it
+        ctx.exit(work(world) if ctx.invoked_subcommand in _SPREAD else 0)
     if ctx.invoked_subcommand is not None:
         given = [name for name in ctx.params if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
         if given:

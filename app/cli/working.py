@@ -7,12 +7,12 @@ import sys
 import threading
 from pathlib import Path
 
-from ...engine.parallel.place import Place
+from ...engine.parallel.world import World
 from ...models import catalog
 from ..text.plain_text import printable
 
 
-def work(place: Place) -> int:
+def work(world: World) -> int:
     """Serve process 0 until that ends; returns the exit code.
 
     Raises:
@@ -42,7 +42,7 @@ def work(place: Place) -> int:
         os._exit(1)
 
     threading.Thread(target=joined.members.watch, args=(stuck,), name="floe-watch", daemon=True).start()
-    _say(f"process {place.rank} of {place.size} serves process 0 on {joined.members.all[0].host}")
+    _say(f"process {world.rank} of {world.size} serves process 0 on {joined.members.all[0].host}")
     Worker(joined, load, _say).run()
     return 0
 

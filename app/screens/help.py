@@ -14,7 +14,7 @@ from textual.screen import ModalScreen, Screen
 from textual.selection import Selection
 from textual.widgets import Input, Static
 
-from ..actions import COMMANDS, Place
+from ..actions import COMMANDS, Scope
 from ..text.plain_text import one_line
 from ..widgets.common.hanging_list import Hanging
 from ..widgets.common.hints import Page, hints
@@ -132,15 +132,15 @@ def help_of(page: Screen[Any], given: Mapping[str, str]) -> Iterable[HelpSection
     """The help sections of `page`, with the keys that the user has `given` to actions."""
     if not isinstance(page, ChatScreen):
         yield page.TITLE or "This page", keys_of(page.BINDINGS, given)
-        yield "Everywhere", [*keys_in(Place.ANYWHERE, given), _COPYING]
+        yield "Everywhere", [*keys_in(Scope.ANYWHERE, given), _COPYING]
         return
-    keys = [*keys_in(Place.CHAT, given), *keys_in(Place.ANYWHERE, given), _COPYING]
+    keys = [*keys_in(Scope.CHAT, given), *keys_in(Scope.ANYWHERE, given), _COPYING]
     # In the screen's order, top to bottom: function keys, the messages, the text field, the panel.
     yield "Function keys", sorted((entry for entry in keys if _is_function_key(entry[0])), key=_number)
     yield "Chat", [entry for entry in keys if not _is_function_key(entry[0])]
-    yield "Messages (while one is selected)", keys_in(Place.MESSAGES, given)
-    yield "Text field", keys_in(Place.FIELD, given)
-    yield "Panel (while it has the focus)", keys_in(Place.PANEL, given)
+    yield "Messages (while one is selected)", keys_in(Scope.MESSAGES, given)
+    yield "Text field", keys_in(Scope.FIELD, given)
+    yield "Panel (while it has the focus)", keys_in(Scope.PANEL, given)
     yield "Commands", [(action.usage, action.does) for action in COMMANDS]
     yield "The panel's words", TERMS
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from ..actions import OWN, Place
+from ..actions import OWN, Scope
 from .settings import KEYS, Persona, SettingKey, Settings
 
 Path = tuple[str, ...]
@@ -275,11 +275,11 @@ def _trouble_of_keys(action: str, value: Any) -> str:
 
 def _meet(action: str, other: str) -> bool:
     """Whether the keys of two actions can work at the same time: messages and text field never both have the focus."""
-    return action != other and {OWN[action].place, OWN[other].place} != {Place.FIELD, Place.MESSAGES}
+    return action != other and {OWN[action].place, OWN[other].place} != {Scope.FIELD, Scope.MESSAGES}
 
 
 def _trouble_of_key(action: str, key: str) -> str:
-    writing = OWN[action].place is not Place.MESSAGES  # while a message is selected nothing is written
+    writing = OWN[action].place is not Scope.MESSAGES  # while a message is selected nothing is written
     *modifiers, last = key.split("+")
     character = last in _CHARACTERS
     if not set(modifiers) <= _MODIFIERS or len(set(modifiers)) < len(modifiers) or not (character or last in _KEYS):

@@ -26,8 +26,8 @@ from ...kernels.types import Limits, Work
 from ...models.errors import FloeError
 from ..parallel.group import Group
 from ..parallel.holding import Grid, Holding
-from ..parallel.place import Place
 from ..parallel.routes import Routes
+from ..parallel.world import World
 
 HIDDEN, EXPERTS, TOP_K = 4096, 8, 2  # Mixtral's
 REPEATS = 15
@@ -66,14 +66,14 @@ def _timed(group: Group, routes: Routes, tokens: int) -> float:
 
 def _measure(groups: int, slices: int, sizes: Sequence[int]) -> None:
     """In each process."""
-    place = Place.of()
-    assert place is not None
-    group = Group(place)
+    world = World.of()
+    assert world is not None
+    group = Group(world)
     found: dict[str, list[float]] = {}
     for name in ("etp", "s-etp"):
-        routes = Routes(group, Holding(Grid(name, groups, slices), place.rank, EXPERTS))
+        routes = Routes(group, Holding(Grid(name, groups, slices), world.rank, EXPERTS))
         found[name] = [tokens * HIDDEN * 4 / _timed(group, routes, tokens) for tokens in sizes]
-    if place.rank == 0:
+    if world.rank == 0:
         sys.stdout.write(json.dumps(found) + "\n")
     group.sum(torch.zeros(1))
     sys.stdout.flush()

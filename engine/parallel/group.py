@@ -22,7 +22,7 @@ from ...models.errors import FloeError
 from . import messages
 from .members import GroupLost, Members
 from .messages import End, Message
-from .place import Place
+from .world import World
 
 
 @dataclass(slots=True)
@@ -91,28 +91,28 @@ class Group:
     """This process and the others.
 
     An operation must be called by all processes of its line, in the same order. All of them raise GroupLost if a
-    process ended, failed, or takes longer than `Place.stall` seconds; so do all operations after that.
+    process ended, failed, or takes longer than `World.stall` seconds; so do all operations after that.
 
     Attributes:
         traffic: what this process sent. everyone: the line of all.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, world: World) -> None:
         """Raises FloeError: the others do not come, or cannot be reached."""
-        self.place, self.traffic, self.lost = place, Traffic(), GroupLost("")
+        self.world, self.traffic, self.lost = world, Traffic(), GroupLost("")
         self._broken = False
         self._card: str | None = None  # of this process, where tensors go over NCCL
-        _stay_local(place)
+        _stay_local(world)
         try:
-            store = next(iter(dist.rendezvous("env://", place.rank, place.size, timeout=_MET)))[0]
+            store = next(iter(dist.rendezvous("env://", world.rank, world.size, timeout=_MET)))[0]
             store = dist.PrefixStore("floe-chat", store)
-            self.members = Members(place, store)
-            dist.init_process_group("gloo", store=store, rank=place.rank, world_size=place.size, timeout=_CALM)
-            self._stall = timedelta(seconds=place.stall)
+            self.members = Members(world, store)
+            dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=_CALM)
+            self._stall = timedelta(seconds=world.stall)
             # Others wait for process 0 as long as a person thinks; it does not wait for one that hears nothing.
-            patience = self._stall if place.rank == 0 else _CALM
+            patience = self._stall if world.rank == 0 else _CALM
             self._told: Any = dist.new_group(timeout=patience, backend="gloo")
-            self.everyone = self.line(range(place.size))
+            self.everyone = self.line(range(world.size))
         except (RuntimeError, ValueError, OSError) as error:
             at = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             raise FloeError(
@@ -123,11 +123,11 @@ class Group:
 
     @property
     def rank(self) -> int:
-        return self.place.rank
+        return self.world.rank
 
     @property
     def size(self) -> int:
-        return self.place.size
+        return self.world.size
 
     def line(self, ranks: Sequence[int]) -> Line:
         """A line of these processes; all processes of the group must call it."""
@@ -245,9 +245,9 @@ class Group:
             raise self.lost from error
 
 
-def _stay_local(place: Place) -> None:
+def _stay_local(world: World) -> None:
     """Processes of one machine talk over its loopback, unless the environment names an interface."""
-    alone = os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost", "::1") or place.beside == place.size
+    alone = os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost", "::1") or world.beside == world.size
     if alone and "GLOO_SOCKET_IFNAME" not in os.environ:
         for name, addresses in psutil.net_if_addrs().items():
             if any(each.address == "127.0.0.1" for each in addresses):

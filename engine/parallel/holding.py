@@ -16,7 +16,7 @@ from ...kernels.weights import ExpertRows
 from ...models.errors import UsageError
 from ...models.pack.manifest import Manifest
 from ...models.pack.packed_model import PackedLayer
-from .place import PATTERNS
+from .world import PATTERNS
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from ...models.errors import UsageError
 from ..events import Load, SpreadBy
 from .group import Group
 from .messages import Open
-from .place import Place
 from .spread import Spread
+from .world import World
 
 
 @cache
@@ -22,8 +22,8 @@ def group() -> Group | None:
     Raises:
         FloeError: the others do not come.
     """
-    place = Place.of()
-    return None if place is None else Group(place)
+    world = World.of()
+    return None if world is None else Group(world)
 
 
 def lead(command: Load, report: Callable[[str, float], None]) -> Spread | None:
@@ -32,7 +32,7 @@ def lead(command: Load, report: Callable[[str, float], None]) -> Spread | None:
     Raises:
         UsageError: a pattern without other processes. FloeError: the others do not come, or have gone.
     """
-    if Place.of() is None:
+    if World.of() is None:
         if command.spread != SpreadBy():
             raise UsageError(
                 "There are no other processes",

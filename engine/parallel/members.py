@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ...models.errors import FloeError, UsageError
 from .messages import PROTOCOL, Hello
-from .place import Place
+from .world import World
 
 _JOIN = timedelta(seconds=300)  # a process on another machine is started by hand
 _NOTE = timedelta(seconds=2)  # what a store takes that answers
@@ -36,23 +36,23 @@ class Members:
         all: by rank.
     """
 
-    def __init__(self, place: Place, store: dist.Store) -> None:
+    def __init__(self, world: World, store: dist.Store) -> None:
         """Waits until all have come.
 
         Raises:
             FloeError: one does not come. UsageError: one is of another version.
         """
-        self._place, self._store = place, store
+        self._world, self._store = world, store
         with psutil.Process().oneshot():
             mine = Hello(PROTOCOL, platform.node(), os.getpid(), psutil.Process().create_time())
-        store.set(f"hello/{place.rank}", msgspec.json.encode(mine).decode())
-        names = [f"hello/{rank}" for rank in range(place.size)]
+        store.set(f"hello/{world.rank}", msgspec.json.encode(mine).decode())
+        names = [f"hello/{rank}" for rank in range(world.size)]
         try:
             store.wait(names, _JOIN)
         except RuntimeError as error:  # which is what torch's own kinds of errors are
             raise FloeError(
                 "Not all processes have come",
-                f"{place.size} were to be started; this is number {place.rank}.",
+                f"{world.size} were to be started; this is number {world.rank}.",
                 "Start the others too, with the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE.",
             ) from error
         self.all: Sequence[Hello] = [msgspec.json.decode(store.get(name), type=Hello) for name in names]
@@ -64,18 +64,18 @@ class Members:
     @property
     def beside(self) -> int:
         """Processes on this machine, this one included."""
-        return sum(one.host == self.all[self._place.rank].host for one in self.all)
+        return sum(one.host == self.all[self._world.rank].host for one in self.all)
 
     def note(self, text: str) -> None:
         """Say why this process ends."""
         with suppress(RuntimeError):  # the store ended with process 0
-            self._store.set(f"note/{self._place.rank}", text)
+            self._store.set(f"note/{self._world.rank}", text)
 
     def lost(self, error: BaseException | None) -> GroupLost:
         """After an operation that failed: which process is to blame, as far as can be known."""
         self.note(_ALIVE)
         until, blamed = time.monotonic() + _GRACE_S, None
-        others = [rank for rank in range(self._place.size) if rank != self._place.rank]
+        others = [rank for rank in range(self._world.size) if rank != self._world.rank]
         while blamed is None and others and time.monotonic() < until:
             blamed = next((found for rank in others if (found := self._blamed(rank)) is not None), None)
             others = [rank for rank in others if self._noted(rank) != _ALIVE]
@@ -103,7 +103,7 @@ class Members:
         if noted := self._noted(rank):  # one that noticed the loss too is not its cause, whether it has ended or not
             return None if noted == _ALIVE else self._sentence(rank, "has failed", noted)
         who = self.all[rank]
-        if who.host != self.all[self._place.rank].host:
+        if who.host != self.all[self._world.rank].host:
             return None
         try:
             process = psutil.Process(who.pid)
@@ -129,7 +129,7 @@ class Members:
             return ""
 
     def _sentence(self, rank: int, what: str, why: str) -> GroupLost:
-        title = f"Process {rank} of {self._place.size}, on {self.all[rank].host}, {what}"
+        title = f"Process {rank} of {self._world.size}, on {self.all[rank].host}, {what}"
         return GroupLost(title, f"{why} The answer stops here: a part of the experts is there.", _AGAIN)
 
 

@@ -65,7 +65,7 @@ class Spread:
                 f"Several processes cannot compute on {device}", "It is a test device.", "Use --device cpu or cuda."
             )
         if device in ("auto", "cuda") and (there := gpus.of_torch()[0]):
-            return f"cuda:{self.group.place.local % len(there)}"
+            return f"cuda:{self.group.world.local % len(there)}"
         return device
 
     def check(self, choices: Sequence[DeviceChoice]) -> None:

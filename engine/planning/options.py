@@ -23,7 +23,7 @@ from .machine import Machine
 from .measured_figures import figures
 from .memory_plan import DeviceShares, Needs
 from .mix_choice import Costs, Placed
-from .running import Place, Running
+from .running import DeviceLayers, Running
 from .several.division import CardRoom, Divided
 from .speed_estimate import Held, Token, TokenWork
 
@@ -201,7 +201,7 @@ class _On:
     total: int
     placed: Placed
     shares: DeviceShares
-    place: Place
+    place: DeviceLayers
 
     @classmethod
     def of(cls, found: _Found, which: str, takes: Footprint) -> _On:
@@ -211,7 +211,9 @@ class _On:
         shares = found.needs.share_out(placed.mix, budget, takes.sizes.window, placed.rows)
         part = len(found.layers) / takes.sizes.layers
         held = dataclasses.replace(placed.held, kv_bits=shares.kv_bits, keys=shares.most, part=part)
-        return cls(found.card.name, found.card.vram, placed, shares, Place(found.layers, found.card.speeds, held))
+        return cls(
+            found.card.name, found.card.vram, placed, shares, DeviceLayers(found.layers, found.card.speeds, held)
+        )
 
     @property
     def vram(self) -> dict[str, int]:
@@ -224,7 +226,7 @@ class _On:
         layers = self.place.layers
         return OnCard(self.name, layers.start, len(layers), self.shares.mix, self.vram)
 
-    def behind(self, context: int, takes: Footprint) -> Place:
+    def behind(self, context: int, takes: Footprint) -> DeviceLayers:
         """The pool gives way to keys and values of so many tokens."""
         shares, held = self.shares, self.place.held
         if shares.rows and shares.mix is not None and shares.mix.pool:

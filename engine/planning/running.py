@@ -18,7 +18,7 @@ from .speed_estimate import PROMPT, Held, Speeds, Token, TokenWork
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DeviceLayers:
     """One device's layers, of the model's with experts, and what it has of them."""
 
     layers: range
@@ -35,12 +35,12 @@ class Running:
     """places: of all layers, in their order. The first one has the embedding and the head too."""
 
     takes: Footprint
-    places: Sequence[Place]
+    places: Sequence[DeviceLayers]
 
     @classmethod
     def alone(cls, takes: Footprint, speeds: Speeds, held: Held) -> Running:
         """On one device."""
-        return cls(takes, (Place(range(takes.sizes.layers), speeds, held),))
+        return cls(takes, (DeviceLayers(range(takes.sizes.layers), speeds, held),))
 
     def token(self, work: TokenWork, factor: float = 1.0, curve: Curve | None = None, context: int = PROMPT) -> Token:
         """See `speed_estimate.decode`; all rates times `factor`."""

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from floe_chat.app.actions import ACTIONS, COMMANDS, NAMED, OWN, Place
+from floe_chat.app.actions import ACTIONS, COMMANDS, NAMED, OWN, Scope
 from floe_chat.app.screens.chat.chat import ChatScreen
 from floe_chat.app.screens.experts import ExpertsScreen
 from floe_chat.app.screens.help import HelpScreen
@@ -38,7 +38,7 @@ GIVEN = {name: key for name, _, key in (pair.partition("=") for pair in _WRITTEN
 USUAL = [
     key_name(action.keys)
     for name, action in OWN.items()
-    if action.place is not Place.MESSAGES and name not in ("stop", "focus_panel")
+    if action.place is not Scope.MESSAGES and name not in ("stop", "focus_panel")
 ]
 
 
@@ -163,7 +163,7 @@ def test_names_commands_and_keys_are_unique() -> None:
         [action.command for action in COMMANDS],
         *(
             [key for action in ACTIONS if action.place is place for key in action.keys.split(",") if key]
-            for place in Place
+            for place in Scope
         ),
     ):
         assert max(Counter(names).values()) == 1, names
@@ -173,7 +173,7 @@ def test_names_commands_and_keys_are_unique() -> None:
 def test_all_that_keys_and_commands_ask_of_the_chat_is_done() -> None:
     chat = app_for(ScriptedClient()).get_default_screen()
     assert isinstance(chat, ChatScreen)
-    asked = {action.name for action in ACTIONS if action.command or (action.place is Place.CHAT and action.keys)}
+    asked = {action.name for action in ACTIONS if action.command or (action.place is Scope.CHAT and action.keys)}
     asked |= {found[1] for action in ACTIONS if (found := re.search(r"screen\.do\('(\w+)'\)", action.run))}
     assert set(chat.does) == asked
 

@@ -23,7 +23,7 @@ from floe_chat.engine.planning.memory_plan import Needs
 from floe_chat.engine.planning.options import DEFAULT, option
 from floe_chat.engine.planning.plan import make
 from floe_chat.engine.planning.prompt_estimate import prefill
-from floe_chat.engine.planning.running import Place, Running
+from floe_chat.engine.planning.running import DeviceLayers, Running
 from floe_chat.engine.planning.several.division import CardRoom, Divided, Part, part_needs
 from floe_chat.engine.planning.speed_estimate import Held, Speeds, TokenWork, at, decode
 from floe_chat.engine.quality_presets import PRESETS
@@ -228,7 +228,7 @@ def test_two_cards_that_hold_all_take_as_long_as_one_that_does_and_the_crossings
     speeds = machine.speeds_of(named("3060"), 1e9)
     whole = Running.alone(WHOLE, speeds, Held(gpu=True, pool=1.0, mix=Mix(gpu=32)))
     places = [
-        Place(layers, speeds, Held(gpu=True, mix=Mix(gpu=len(layers)), part=len(layers) / 32))
+        DeviceLayers(layers, speeds, Held(gpu=True, mix=Mix(gpu=len(layers)), part=len(layers) / 32))
         for layers in (range(20), range(20, 32))
     ]
     two = Running(WHOLE, places)

@@ -43,7 +43,7 @@ def each(grid: Tensor, shape: torch.Size) -> Tensor:
 
 
 def lost(matrix: Tensor, made: Rounded, feedback: Feedback, *, down: bool) -> float:
-    """The energy that outputs lose, where numbers move together as the feedback says (LDLQ's: |e M|², with D of ones)."""
+    """The energy that outputs lose, where errors feed back as it says (LDLQ's: |e M|², with D of ones)."""
     wrong = matrix.double() - (made.codes - each(made.zero, matrix.shape)) * each(made.scale, matrix.shape)
     lower = feedback.lower.double()
     return float((lower @ wrong if down else wrong @ lower.T).square().sum())

@@ -14,7 +14,7 @@ from textual.screen import Screen
 from textual.timer import Timer
 
 from ....models.errors import FloeError
-from ...actions import NAMED, Place, command
+from ...actions import NAMED, Scope, command
 from ...chat.controller import Controller, Do
 from ...chat.dialogue import Dialogue
 from ...chat.view import View
@@ -183,7 +183,7 @@ class ChatScreen(Ground, Screen[None]):
         controller: the conversation. dashboard: the engine's figures. does: the function of each action, by name.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = bindings(Place.CHAT)
+    BINDINGS: ClassVar[list[BindingType]] = bindings(Scope.CHAT)
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from textual.message import Message
 from textual.widgets import TextArea
 from textual.widgets.text_area import Edit, EditResult
 
-from ...actions import OWN, Place, command, unknown
+from ...actions import OWN, Scope, command, unknown
 from ...history import Attachment
 from ...text.plain_text import printable
 from ..common.keys import bindings
@@ -31,7 +31,7 @@ class Composer(TextArea):
     Sending clears it; the screen puts the text back if it cannot be sent. A long pasted text becomes a chip.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = bindings(Place.FIELD)
+    BINDINGS: ClassVar[list[BindingType]] = bindings(Scope.FIELD)
 
     class Sent(Message):
         """The person pressed Enter over `text`, with `files`; not both are blank."""
@@ -83,7 +83,7 @@ class Composer(TextArea):
 
     def take_keys(self, keys: Mapping[str, str]) -> None:
         """Use these keys for the actions from now on."""
-        own = {name: keys[name].split(",") for name, action in OWN.items() if action.place is Place.FIELD}
+        own = {name: keys[name].split(",") for name, action in OWN.items() if action.place is Scope.FIELD}
         self._newline_keys = frozenset((*own.pop("newline"), "shift+enter"))
         self._bound_keys = frozenset(key for its in own.values() for key in its)
 

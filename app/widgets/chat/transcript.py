@@ -17,7 +17,7 @@ from textual.widget import Widget
 
 from ....engine.events import Failed
 from ....models.errors import FloeError
-from ...actions import Place
+from ...actions import Scope
 from ...history import Message as Record
 from ..common.keys import bindings
 from ..common.stable_text import Ground
@@ -219,7 +219,7 @@ class Transcript(Ground, VerticalScroll):
     """
 
     FOCUS_ON_CLICK: ClassVar[bool] = False
-    BINDINGS: ClassVar[list[BindingType]] = bindings(Place.MESSAGES)
+    BINDINGS: ClassVar[list[BindingType]] = bindings(Scope.MESSAGES)
 
     def __init__(self, read: Read) -> None:
         super().__init__()
@@ -437,7 +437,7 @@ class Transcript(Ground, VerticalScroll):
             self._held = None
 
     def arrange(self, size: Size, optimal: bool = False) -> DockArrangeResult:
-        """Place the messages, and scroll so that the held one stays where it is, before anything is painted."""
+        """Scope the messages, and scroll so that the held one stays where it is, before anything is painted."""
         arranged = super().arrange(size, optimal)
         if self._held is not None:
             turn, place = self._held

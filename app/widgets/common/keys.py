@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from textual.binding import Binding, BindingType
 from textual.widget import Widget
 
-from ...actions import ACTIONS, NAMED, OWN, Action, Place
+from ...actions import ACTIONS, NAMED, OWN, Action, Scope
 
 
 @runtime_checkable
@@ -21,13 +21,13 @@ class Keyed(Protocol):
         ...
 
 
-def bindings(place: Place) -> list[BindingType]:
+def bindings(place: Scope) -> list[BindingType]:
     """The keys of all actions that work in `place`."""
     found: list[BindingType] = []
     for action in ACTIONS:
         if action.place is place and action.keys:
             # Before the text field's own keys: F6 would select a line there, and the user may choose any of them.
-            first = place in (Place.ANYWHERE, Place.CHAT) and not action.yields
+            first = place in (Scope.ANYWHERE, Scope.CHAT) and not action.yields
             own = action.name if action.name in OWN else None
             found.append(Binding(action.keys, called(action), action.does, show=False, priority=first, id=own))
     return found
@@ -35,7 +35,7 @@ def bindings(place: Place) -> list[BindingType]:
 
 def called(action: Action) -> str:
     """The function of `action`, for any widget of its place."""
-    owner = {Place.ANYWHERE: "app.", Place.CHAT: "screen."}.get(action.place, "")
+    owner = {Scope.ANYWHERE: "app.", Scope.CHAT: "screen."}.get(action.place, "")
     return owner + (action.run or f"do('{action.name}')")
 
 
@@ -59,7 +59,7 @@ def key_name(key: str) -> str:
     return key if len(key) == 1 else "+".join(named)
 
 
-def keys_in(place: Place, given: Mapping[str, str]) -> list[tuple[str, str]]:
+def keys_in(place: Scope, given: Mapping[str, str]) -> list[tuple[str, str]]:
     """Keys that work in `place` and what they do, with the keys that the user has `given` to actions."""
     actions = [action for action in ACTIONS if action.place is place and action.keys and action.does]
     return [(_names(given.get(action.name, action.keys)), action.does) for action in actions]

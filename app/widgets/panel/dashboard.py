@@ -18,7 +18,7 @@ from textual.style import Style
 from textual.widgets import Digits
 
 from ....engine.events import CardRows, Loaded, Rows, Stats
-from ...actions import Place
+from ...actions import Scope
 from ...background import later
 from ...text import units
 from ...text.plain_text import printable
@@ -278,7 +278,7 @@ class PerformancePanel(Ground, VerticalScroll):
     """
 
     FOCUS_ON_CLICK: ClassVar[bool] = False
-    BINDINGS: ClassVar[list[BindingType]] = bindings(Place.PANEL)
+    BINDINGS: ClassVar[list[BindingType]] = bindings(Scope.PANEL)
 
     def __init__(self) -> None:
         super().__init__(classes=_LEVELS[0])

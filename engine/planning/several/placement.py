@@ -29,7 +29,7 @@ from ..device_choice import THROTTLED, DeviceChoice, kernels_on, unheard
 from ..footprint import divisible, kv_element, sizes_of
 from ..memory_plan import DeviceShares, Needs
 from ..opened_pack import Asked, OpenedPack, UsableGpu
-from ..running import Place, Running
+from ..running import DeviceLayers, Running
 from .division import CardRoom, Divided, part_needs, ranges
 
 
@@ -247,7 +247,9 @@ class _Several:
     def _tokens_s(self, found: Sequence[tuple[range, Needs, DeviceShares]]) -> float:
         total = self._pack.needs.layers
         places = [
-            Place(layers, card.speeds, replace(self._pack.held(own, shares, self._ram), part=len(layers) / total))
+            DeviceLayers(
+                layers, card.speeds, replace(self._pack.held(own, shares, self._ram), part=len(layers) / total)
+            )
             for (layers, own, shares), card in zip(found, self._rooms, strict=True)
         ]
         if not all(card.speeds.gpu for card in self._rooms):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from floe_chat.engine.parallel.place import Place
+from floe_chat.engine.parallel.world import World
 from floe_chat.models.catalog import asset
 from floe_chat.models.errors import UsageError
 
@@ -93,7 +93,7 @@ def test_packs_that_differ(tmp_path: Path, tiny_pack: Path, exact_pack: Path):
 )
 def test_an_environment_that_makes_no_sense_is_explained(given: dict[str, str], said: str):
     with pytest.raises(UsageError, match=said) as refused:
-        Place.of({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **given})
+        World.of({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", **given})
     assert "torchrun" in refused.value.hint
 
 

@@ -15,7 +15,7 @@ PATTERNS = ("ep", "etp", "s-etp", "tp")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class World:
     """This process among `size` of them.
 
     Attributes:
@@ -30,7 +30,7 @@ class Place:
     stall: int = STALL_S
 
     @classmethod
-    def of(cls, environment: Mapping[str, str] = os.environ) -> Place | None:
+    def of(cls, environment: Mapping[str, str] = os.environ) -> World | None:
         """By WORLD_SIZE, RANK and LOCAL_RANK, and FLOE_CHAT_STALL_S; None where this process is alone.
 
         Raises:
