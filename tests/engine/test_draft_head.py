@@ -14,6 +14,7 @@ from floe_chat.engine.experts.moe_layer import MoELayer
 from floe_chat.engine.loader import _Linear  # pyright: ignore[reportPrivateUsage]
 from floe_chat.engine.telemetry import Telemetry
 from floe_chat.models.modules import library_model, light_modules
+from floe_chat.models.pack.draft_head import PackedHead
 from floe_chat.models.pack.manifest import DRAFT
 from floe_chat.models.pack.packed_model import PackedLayer, PackedModel
 from floe_chat.models.packing.pack import EXACT
@@ -28,7 +29,7 @@ def logits_of(pack: Path, ids: list[int], hidden: torch.Tensor) -> torch.Tensor:
     """What our own pass computes of a head, of each token but the first: (T - 1, V)."""
     loaded, packed = open_model(pack), PackedModel.open(pack)
     head, manifest = packed.head(), packed.manifest
-    assert head is not None, packed.headless
+    assert isinstance(head, PackedHead), packed.headless
     theirs = {name: tensor for name, tensor in packed.dense().items() if manifest.family.is_embedding(name)}
     theirs |= {name: tensor for name, tensor in packed.dense().items() if name.startswith("lm_head")}
     experts = head.experts

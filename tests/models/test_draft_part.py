@@ -18,6 +18,7 @@ from floe_chat.models.families import FAMILIES
 from floe_chat.models.hub.ready_pack import in_folder
 from floe_chat.models.hub.remote_checkpoint import HubTensors
 from floe_chat.models.hub.repository import resolve
+from floe_chat.models.pack.draft_head import PackedHead
 from floe_chat.models.pack.manifest import DRAFT, FILE_NAME, Manifest, file_entry
 from floe_chat.models.pack.packed_model import PackedModel
 from floe_chat.models.packing.draft_part import WITHOUT, DraftPart
@@ -94,7 +95,7 @@ def test_its_weights_are_rounded_as_the_packs(name: str, tmp_path: Path) -> None
     theirs = families.add_head(folder)
     manifest = make_pack(folder, tmp_path / "pack", LOW)
     head = PackedModel.open(tmp_path / "pack").head()
-    assert head is not None and not isinstance(head.joined, Tensor)
+    assert isinstance(head, PackedHead) and not isinstance(head.joined, Tensor)
     assert relative_rms(head.joined.dense(torch.float32), theirs.joined.float()) <= LIMITS[4]
     takes = Footprint.of_pack(manifest, read_config(tmp_path / "pack"))
     whole = (tmp_path / "pack" / DRAFT).stat().st_size
