@@ -125,7 +125,7 @@ def whole(layer: nn.Module) -> nn.Module:
 def test_a_head_guesses_as_on_the_cpu(
     family: str, spec: PackSpec, tmp_path: Path, card: FakeCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, precise in (("_PRESET", a_preset("", lossless=True)), ("X_BITS_COARSE", 22)):  # no guess by rounding
+    for name, precise in (("PRESET", a_preset("", lossless=True)), ("X_BITS_COARSE", 22)):  # no guess by rounding
         monkeypatch.setattr(draft_head, name, precise)
     source = families.make(family, tmp_path / "source")
     families.add_head(source)
