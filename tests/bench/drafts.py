@@ -107,9 +107,12 @@ class SetHead:
     def __init__(self, own: Any) -> None:
         """own: of whose guesses a quarter of the vocabulary is thought, as if the text were in it, which is random."""
         self._own = own
-        name = "_heads" if isinstance(own, DraftAssistant) else "_ends"
-        parts = getattr(own, name)
-        parts[:] = [parts[1]] * len(parts)
+        if isinstance(own, DraftAssistant):
+            heads = getattr(own, "_heads")  # noqa: B009
+            heads[:] = [heads[1]] * len(heads)
+        else:
+            quarter = [*getattr(own, "_parts")][1]  # noqa: B009
+            setattr(own, "_nearest", lambda: quarter)  # noqa: B010
         self.saw: Callable[[KVCache, Sequence[int], Tensor], None] = own.saw
 
     @property
