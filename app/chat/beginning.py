@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..settings.settings import Settings
 
 
-# Options about this machine's models; and those that have another name.
+# Options about this machine's models; and the names of options that differ from their fields'.
 _HERE = ("preset", "device", "vram", "placement", "predictor", "drafter", "draft", "parallel", "balance")
 _CALLED = {"placement": "mix", "draft": "no-draft", "drafter": "draft"}
 

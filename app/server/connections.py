@@ -116,7 +116,7 @@ class Connection(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """Ends the scheduler before it waits for connections: every answer is told that it ends. `pause`: see `PAUSE_S`."""
+    """Ends the scheduler before it waits for connections: every answer hears that it ends. `pause`: see `PAUSE_S`."""
 
     def __init__(self, app: Starlette, scheduler: Scheduler, pause: float = PAUSE_S) -> None:
         for handler in _log.handlers:

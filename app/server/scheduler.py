@@ -196,7 +196,7 @@ class Scheduler:
                 if self._running:
                     for update in self._client.poll(_LOOK_S):
                         self._hear(update)
-            # The thread's border: whoever waits is told, and the next requests must not suffer.
+            # The thread's border: whoever waits hears of it, and the next requests must not suffer.
             except Exception as error:  # noqa: BLE001
                 self._client.cancel()
                 self._fail(_refused(error))

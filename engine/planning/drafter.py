@@ -90,7 +90,7 @@ def with_drafter(machine: Machine, model: CatalogEntry, entry: CatalogEntry, **w
 
 
 def need_room(drafter: Drafter, model: Footprint, in_ram: float, *, whole: bool) -> None:
-    """Check that RAM has room for it now, beside a model that was just opened.
+    """Check that RAM has room for it now, next to a model that was just opened.
 
     Args:
         in_ram: share of the model's layers that have experts there. whole: whether the CPU computes all of it.

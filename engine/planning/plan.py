@@ -205,7 +205,7 @@ def _unskipped(packed: Manifest | None) -> list[str]:
 
 
 def widths(entry: CatalogEntry) -> PackSpec:
-    """A pack's own widths, or those that it would have unless others are clearly better.
+    """A pack's own widths, or the ones it would have unless others are clearly better.
 
     Raises:
         PackError: the entry's own pack cannot be read.

@@ -52,7 +52,7 @@ class _LibraryTemplate:
         options: Mapping[str, Any],
         tools: Sequence[Mapping[str, Any]],
     ) -> str:
-        """`tokens`: those that the tokenizer names itself."""
+        """`tokens` are left to the tokenizer, which names them itself."""
         usual: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True, "tools": list(tools) or None}
         text: str = self._tokenizer.apply_chat_template(list(messages), **{**options, **usual})
         if most is not None and len(text) > most:
@@ -125,7 +125,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """A special token's text, as files write it: plain, or with how it is matched beside it; None where it is none."""
+    """A special token's text, as files write it: plain, or together with how it is matched; None where it is none."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 

@@ -113,7 +113,7 @@ class CardToken:
         return self._logits[:several]
 
     def count(self, tokens: int) -> None:
-        """So many of the last pass of several count: those that another token was drawn behind."""
+        """Count the first so many tokens of the last pass of several: behind each of these another one was drawn."""
         if self._control.counting and self._form is not None:
             self._form.counts.take(tokens)
 
