@@ -13,7 +13,7 @@ import pytest
 from floe_chat.engine.decoder.draft_model import DraftModel
 from floe_chat.engine.decoder.fused_pass import FusedDecoder
 from floe_chat.engine.decoder.kv_cache import KVCache
-from floe_chat.engine.drafts import Depth, Guess
+from floe_chat.engine.drafts import Depth
 from floe_chat.engine.events import MOST_TOGETHER, Advanced, Extras, Loaded, Sampling
 from floe_chat.engine.experts.moe_layer import Cancelled
 from floe_chat.engine.generate import Answer
@@ -24,6 +24,7 @@ from floe_chat.models.packing.pack import EXACT, PackSpec
 from .. import families
 from ..helpers import edit_json, make_checkpoint, make_pack
 from .driver import GREEDY, a_preset, open_model, silent
+from .test_head_guesses import Asking
 
 WARM = Sampling(temperature=0.8, top_k=40, min_p=0.01, repetition_penalty=1.1, seed=5)
 PROMPT = [5, 9, 17, 3, 42, 5, 9, 17, 200, 7, 11, 60, 61, 3, 42]
@@ -58,21 +59,12 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(*(open_model(folder / name, "Exact") for name in ("own", "own", "other")))
 
 
-class Asking(Depth):
-    """Asks before every pass, and computes all that is guessed; texts are read from so far back."""
+class Reaching(Asking):
+    """Texts are read from so far back."""
 
     def __init__(self, far: int = FAR, part: int = FAR) -> None:
         super().__init__()
         self.far = far, part
-
-    def asks(self, preset: object, other: object) -> bool:
-        return True
-
-    def more(self, preset: object, likely: object) -> bool:
-        return True
-
-    def worth(self, guess: Guess, preset: object) -> list[int]:
-        return guess.tokens
 
     def reach(self, preset: object, left: int) -> tuple[int, int]:
         return self.far
@@ -111,7 +103,7 @@ def answered(
 def test_a_model_guesses_its_own_tokens(case: Case) -> None:
     """Behind a prompt, an answer, an edit, another chat and the first one again."""
     drafter, kv, other = case.by(case.twin), KVCache(), KVCache()
-    depth = Asking()
+    depth = Reaching()
 
     def check(kv: KVCache, prompt: list[int], most: int = 40) -> list[int]:
         found = answered(case, kv, prompt, depth, most=most)
@@ -133,11 +125,11 @@ def test_answers_stay_the_same(case: Case) -> None:
     case.by(case.other)
     for sampling, extras in ((GREEDY, None), (WARM, None), (WARM, Extras(presence_penalty=0.3))):
         wanted = answered(case, KVCache(), PROMPT, None, sampling, extras)
-        for depth in (Asking(), Asking(9, 3), Depth()):
+        for depth in (Reaching(), Reaching(9, 3), Depth()):
             assert answered(case, KVCache(), PROMPT, depth, sampling, extras) == wanted
         stop = wanted[25]
         assert (
-            answered(case, KVCache(), PROMPT, Asking(), sampling, extras, stop=[stop]) == wanted[: wanted.index(stop)]
+            answered(case, KVCache(), PROMPT, Reaching(), sampling, extras, stop=[stop]) == wanted[: wanted.index(stop)]
         )
 
 
@@ -172,7 +164,7 @@ def test_a_pack_is_opened_to_guess(packs: dict[str, Path]) -> None:
     assert event.drafter == "small" and "with small guessing tokens" in event.reason and not loaded.control.notices
     assert isinstance(loaded.decoder.head, DraftModel) and 0 < loaded.decoder.head.cost < 1
     case, kv = Case(loaded, loaded, loaded), KVCache()
-    assert answered(case, kv, PROMPT, Asking()) == answered(case, KVCache(), PROMPT, None)
+    assert answered(case, kv, PROMPT, Reaching()) == answered(case, KVCache(), PROMPT, None)
     assert loaded.telemetry.answer.drafted == 0  # the last one was without
     loaded.control.cancelled.set()
     with pytest.raises(Cancelled):
@@ -208,7 +200,7 @@ def test_a_model_with_a_pool_is_guessed_for(packs: dict[str, Path]) -> None:
     try:
         assert event.drafter == "small"
         case = Case(loaded, loaded, loaded)
-        drafted = answered(case, KVCache(), PROMPT, Asking())
+        drafted = answered(case, KVCache(), PROMPT, Reaching())
         assert loaded.telemetry.answer.drafted > 0
         assert drafted == answered(case, KVCache(), PROMPT, None)
     finally:
